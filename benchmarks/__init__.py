@@ -1,0 +1,1 @@
+"""Benchmarks behind `vc-jax bench`."""

@@ -1,0 +1,100 @@
+"""How far each configuration is from exact attention, on the caller's own tensors."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from ._arguments import check_arguments
+from ._attention import dot_product_attention
+from ._config import AttentionConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Error of one configuration per head, NumPy [B, N].
+
+    Attributes:
+      relative_l2: |out - exact| / |exact| over rows and channels.
+      cosine: cosine of the angle between them.
+      gain: `out · exact / |exact|²`, 1 when nothing is lost systematically.
+    """
+
+    relative_l2: np.ndarray
+    cosine: np.ndarray
+    gain: np.ndarray
+
+    def __str__(self) -> str:
+        return (
+            f"relative L2 {self.relative_l2.mean():.4f} (worst head {self.relative_l2.max():.4f}), "
+            f"cosine {self.cosine.mean():.6f}, gain {self.gain.mean():.5f}"
+        )
+
+
+def error_measures(out: Float[Array, "b t n h"], exact: Float[Array, "b t n h"]) -> Comparison:
+    """Relative L2, cosine and gain per head; an exact output of zeros gives error 0 or inf."""
+    rows = [np.asarray(x, np.float64).transpose(0, 2, 1, 3) for x in (out, exact)]
+    got, want = (x.reshape(*x.shape[:2], -1) for x in rows)
+    inner, energy = (got * want).sum(-1), (want**2).sum(-1)
+    error = ((got - want) ** 2).sum(-1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        relative = np.where(error == 0, 0.0, np.sqrt(error / energy))
+        cosine = np.where(error == 0, 1.0, inner / np.sqrt(energy * (got**2).sum(-1)))
+        gain = np.where(error == 0, 1.0, inner / energy)
+    return Comparison(relative, cosine, gain)
+
+
+def compare(
+    query: Float[Array, "b t n h"],
+    key: Float[Array, "b s k h"],
+    value: Float[Array, "b s k h"],
+    configs: Sequence[AttentionConfig | str] | Mapping[str, AttentionConfig | str],
+    *,
+    rows: int = 1024,
+    **arguments,
+) -> dict[str | AttentionConfig, Comparison]:
+    """The error of each configuration against exact attention, per head.
+
+    Args:
+      query, key, value: as in `dot_product_attention`; the caller's own tensors.
+      configs: configurations or presets' names, or a mapping of labels to them.
+      rows: number of query rows, spread evenly over T, that are compared.
+      arguments: further keyword arguments of `dot_product_attention` (mask, scale, lengths of
+        keys).
+
+    Returns:
+      For each label (the mapping's keys, or the configurations themselves) a `Comparison`. Exact
+      attention is computed in float32 at highest precision from the same inputs.
+
+    Raises:
+      ValueError: no rows, or `query_seq_lengths`, which do not go with sampled rows.
+    """
+    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
+        raise ValueError(f"rows must be an integer >= 1, got {rows!r}")
+    for name in ("query_seq_lengths", "return_residual", "config", "state"):
+        if name in arguments:
+            raise ValueError(f"{name} cannot be passed to compare")
+    check_arguments(query, key, value)
+    labelled = dict(configs) if isinstance(configs, Mapping) else {c: c for c in configs}
+    axis = query.ndim - 3
+    chosen = np.unique(np.linspace(0, query.shape[axis] - 1, rows).round().astype(int))
+    sample = jnp.take(jnp.asarray(query), chosen, axis)
+
+    def batched(x):
+        return x if x.ndim == 4 else x[None]
+
+    def run(config, *tensors):
+        out = dot_product_attention(*tensors, config=config, **arguments)
+        assert isinstance(out, jax.Array)
+        return batched(out.astype(jnp.float32))
+
+    tensors = (sample.astype(jnp.float32), jnp.asarray(key), jnp.asarray(value))
+    exact_tensors = jax.tree.map(lambda x: x.astype(jnp.float32), tensors)
+    exact = run("bf16", *exact_tensors)
+    return {
+        label: error_measures(run(config, sample, *tensors[1:]), exact)
+        for label, config in labelled.items()
+    }

@@ -1,0 +1,136 @@
+"""What an attention call computes: one frozen configuration, and the names of the usual ones."""
+
+import dataclasses
+from typing import Literal, get_args
+
+QkFormat = Literal["none", "int8", "e4m3", "nvfp4"]
+PvFormat = Literal["none", "e4m3", "nvfp4"]
+Softmax = Literal["expcast", "expcast_running", "exp"]
+
+BLOCK = 128
+"""Keys per block: the granularity of key scales, value means and FP32 promotion."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """The numerics of an attention call. Hashable, so it can be a static argument of `jax.jit`.
+
+    The configuration fixes *what* is computed; the implementation only how fast.
+
+    Attributes:
+      qk: number format of queries and keys. `"int8"`: one scale per query token and per block of
+        128 keys. `"e4m3"`: the same granularity, scores rounded to float16. `"nvfp4"`: E2M1 with
+        one E4M3 scale per 16 channels. `"none"`: the dtype of the inputs.
+      pv: number format of probabilities and values. `"e4m3"`: one scale per value channel.
+        `"nvfp4"`: E2M1 with one E4M3 scale per 16 keys. `"none"`: the dtype of the inputs.
+      softmax: how a score becomes an 8-bit probability. `"expcast"`: one affine map to the E4M3
+        code, against the row maximum of each 128-key block. `"expcast_running"`: the same map
+        against the running row maximum, as in the paper. `"exp"`: exponential, then cast.
+      center_keys: subtract the mean key (over valid tokens) before quantisation.
+      rotate: rotate queries and keys by the same orthonormal Hadamard matrix.
+      smooth_values: V-Smooth: cluster the values, sort keys and values by cluster, and quantise
+        what is left of each 128-token block after its mean.
+      clusters: number of clusters; `None` takes `vc_jax.default_clusters(S)`.
+      lloyd_steps: Lloyd iterations of a clustering that starts from rows of the values.
+      warm_lloyd_steps: Lloyd iterations of one that starts from earlier centroids.
+
+    Raises:
+      ValueError: for an unknown value or a combination that is not defined, naming the field.
+    """
+
+    qk: QkFormat = "int8"
+    pv: PvFormat = "e4m3"
+    softmax: Softmax = "expcast"
+    center_keys: bool = True
+    rotate: bool = True
+    smooth_values: bool = True
+    clusters: int | None = None
+    lloyd_steps: int = 4
+    warm_lloyd_steps: int = 2
+
+    def __post_init__(self):
+        for name, allowed in (("qk", QkFormat), ("pv", PvFormat), ("softmax", Softmax)):
+            if getattr(self, name) not in get_args(allowed):
+                raise ValueError(
+                    f"AttentionConfig.{name} must be one of {get_args(allowed)}, "
+                    f"got {getattr(self, name)!r}"
+                )
+        for name in ("center_keys", "rotate", "smooth_values"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(
+                    f"AttentionConfig.{name} must be True or False, got {getattr(self, name)!r}"
+                )
+        pairs = {"none": ("none",), "int8": ("e4m3",), "e4m3": ("e4m3",), "nvfp4": ("nvfp4",)}
+        if self.pv not in pairs[self.qk]:
+            raise ValueError(
+                f"AttentionConfig.pv must be {pairs[self.qk][0]!r} when qk is {self.qk!r}, "
+                f"got {self.pv!r}"
+            )
+        if self.qk == "nvfp4" and self.softmax != "exp":
+            raise ValueError(
+                "AttentionConfig.softmax must be 'exp' for NVFP4 probabilities: ExpCast maps a "
+                f"score to an E4M3 code only, got {self.softmax!r}"
+            )
+        for name, low in (("clusters", 1), ("lloyd_steps", 1), ("warm_lloyd_steps", 0)):
+            number = getattr(self, name)
+            if number is None and name == "clusters":
+                continue
+            if isinstance(number, bool) or not isinstance(number, int) or number < low:
+                raise ValueError(
+                    f"AttentionConfig.{name} must be an integer >= {low}, got {number!r}"
+                )
+
+    @property
+    def quantized(self) -> bool:
+        """Whether anything is quantised at all."""
+        return self.qk != "none"
+
+    @property
+    def clustered(self) -> bool:
+        """Whether a call needs an order of the keys from clustering."""
+        return self.quantized and self.smooth_values
+
+
+PRESETS: dict[str, AttentionConfig] = {
+    "bf16": AttentionConfig(
+        qk="none",
+        pv="none",
+        softmax="exp",
+        center_keys=False,
+        rotate=False,
+        smooth_values=False,
+    ),
+    "int8": AttentionConfig(qk="int8", pv="e4m3"),
+    "fp8": AttentionConfig(qk="e4m3", pv="e4m3"),
+    "nvfp4": AttentionConfig(qk="nvfp4", pv="nvfp4", softmax="exp"),
+}
+"""The named configurations."""
+
+
+def resolve_config(config: AttentionConfig | str) -> AttentionConfig:
+    """The configuration behind a preset's name; a configuration passes through.
+
+    Raises:
+      ValueError: an unknown name.
+      TypeError: neither a configuration nor a name.
+    """
+    if isinstance(config, AttentionConfig):
+        return config
+    if isinstance(config, str):
+        if config in PRESETS:
+            return PRESETS[config]
+        raise ValueError(f"config must be one of {sorted(PRESETS)}, got {config!r}")
+    raise TypeError(
+        f"config must be an AttentionConfig or one of {sorted(PRESETS)}, "
+        f"got {type(config).__name__}"
+    )
+
+
+def default_clusters(kv_length: int) -> int:
+    """Clusters for S keys: about one per two and a half blocks of 128 tokens.
+
+    With fewer the clusters are wider than they need to be, with more too many blocks straddle two
+    clusters (`benchmarks/fidelity.py` has the measurements).
+    """
+    blocks = -(-kv_length // BLOCK)
+    return max(1, round(blocks / 2.5))

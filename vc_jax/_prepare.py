@@ -1,0 +1,302 @@
+"""The prepared layout: quantised queries, keys and values as the kernels consume them.
+
+Lengths: B batch, T queries, S keys, N query heads, K key heads, H head dim, n = ceil(S / 128)
+blocks, P = 128·n stored keys. Keys and values are in the order of the call (sorted by cluster or
+sequence order), valid ones first; query head `i` reads key head `i // (N / K)`.
+
+8-bit layout (`Prepared8`):
+
+* `score = query_scale[t] · key_scale[block] · (query_codes[t] · key_codes[s])` is the attention
+  score in *codes*, eighths of an octave: the softmax scale and 8·log2(e) are in `query_scale`.
+* INT8 queries and keys: scale `amax / 127` per token and per block. E4M3: codes of a token have an
+  L2 norm of at most 255, so no product of two leaves float16; `key_scale` is a power of two and
+  `query_scale` has 11 significant bits, so their product is exact in float16.
+* A slot without a valid key, in a block that has one, holds the codes of that block's first key:
+  it can raise no maximum. Its value codes are zero, and a kernel must count no probability there
+  (`kv_count` says how many slots are valid). Codes of a block without a valid key are zero.
+* `value_codes` are transposed and, inside each group of 16 tokens, in the order `GROUP_ORDER`:
+  stored token `p` is token `GROUP_ORDER[p]`. Four packed 8-bit probabilities of a Hopper score
+  fragment then are a fragment of the next product's left operand.
+* `value = value_scale · (codes + block_means[block])`, `value_scale` a power of two.
+* A kernel may append rows under the transposed values (row sums by the tensor core).
+
+4-bit layout (`Prepared4`): NVFP4 along channels for queries and keys, along tokens for values; the
+means are not scaled. Kernels that need another packing say so themselves.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Float8e4m3fn, Int, Shaped
+
+from ._config import BLOCK, AttentionConfig
+from ._expcast import CODES_PER_NAT, f16_multiplier, round_to_f16
+from ._quantize import (
+    E4M3_MAX,
+    Nvfp4,
+    dequantize_nvfp4,
+    group_scale,
+    hadamard_rotate,
+    power_of_two_at_least,
+    quantize_int8,
+    quantize_nvfp4,
+    saturate_e4m3,
+)
+from ._vsmooth import block_means
+
+GROUP_ORDER = np.array([0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15])
+"""Stored position in a group of 16 value tokens -> token of the group."""
+_E4M3_NORM = 240.0
+"""L2 norm of a token's codes before rounding; rounding adds at most 1/16: 255² < 65 504."""
+
+
+class Prepared8(NamedTuple):
+    """8-bit prepared inputs; see the module's text.
+
+    Attributes:
+      query_codes: int8 or float8_e4m3fn [B, N, T, H].
+      query_scale: float32 [B, N, T].
+      key_codes: as the queries' [B, K, P, H].
+      key_scale: float32 [B, K, n].
+      value_codes: float8_e4m3fn [B, K, H, P].
+      value_scale: float32 [B, K, H].
+      block_means: bfloat16 [B, K, n, H], in units of `value_scale`; zeros without V-Smooth.
+      kv_count: int32 [B], valid keys.
+    """
+
+    query_codes: Shaped[Array, "b n t h"]
+    query_scale: Float[Array, "b n t"]
+    key_codes: Shaped[Array, "b k p h"]
+    key_scale: Float[Array, "b k j"]
+    value_codes: Float8e4m3fn[Array, "b k h p"]
+    value_scale: Float[Array, "b k h"]
+    block_means: Float[Array, "b k j h"]
+    kv_count: Int[Array, " b"]
+
+
+class Prepared4(NamedTuple):
+    """4-bit prepared inputs; see the module's text.
+
+    Attributes:
+      query: Nvfp4 of [B, N, T, H], its global scale [B, N, 1, 1] holds the softmax scale and
+        8·log2(e), so scores are in codes.
+      key: Nvfp4 of [B, K, P, H], global scale [B, K, 1, 1].
+      value: Nvfp4 of [B, K, H, P] (tokens in plain order), global scale [B, K, 1, 1].
+      block_means: bfloat16 [B, K, n, H], not scaled; zeros without V-Smooth.
+      kv_count: int32 [B], valid keys.
+    """
+
+    query: Nvfp4
+    key: Nvfp4
+    value: Nvfp4
+    block_means: Float[Array, "b k j h"]
+    kv_count: Int[Array, " b"]
+
+
+Prepared = Prepared8 | Prepared4
+
+
+def _block_max(values: Array) -> Array:
+    """Largest entry of each block of 128 along the last axis."""
+    return jnp.max(values.reshape(*values.shape[:-1], -1, BLOCK), -1)
+
+
+def _stored_tokens(
+    kv_length: int, count: Int[Array, " b"], order: Int[Array, "b k s"] | None
+) -> tuple[Int[Array, "b k p"] | Int[Array, "b 1 p"], Bool[Array, "b p"]]:
+    """Which token each stored slot takes its key from, and which slots are valid."""
+    slots = -(-kv_length // BLOCK) * BLOCK
+    slot = jnp.arange(slots)
+    valid = slot < count[:, None]
+    first = slot // BLOCK * BLOCK
+    source = jnp.where(valid, slot, jnp.where(first < count[:, None], first, 0))[:, None]
+    if order is not None:
+        source = jnp.take_along_axis(order, jnp.broadcast_to(source, (*order.shape[:2], slots)), 2)
+    return source, valid
+
+
+def _gather(tokens: Float[Array, "b s k h"], source: Int[Array, "b k p"]) -> Array:
+    """Tokens by slot, head-major [B, K, P, H]."""
+    return jnp.take_along_axis(jnp.swapaxes(tokens, 1, 2), source[..., None], axis=2)
+
+
+def _scale_int8(query: Array, key: Array, live: Array) -> tuple[Array, ...]:
+    query_codes, query_scale = quantize_int8(query)
+    blocks = key.reshape(*key.shape[:2], -1, BLOCK, key.shape[-1])
+    key_codes, key_scale = quantize_int8(blocks, (-1, -2))
+    key_scale = jnp.where(live, key_scale[..., 0, 0], 0.0)
+    return query_codes, query_scale[..., 0], key_codes.reshape(key.shape), key_scale
+
+
+def _scale_e4m3(query: Array, key: Array, live: Array) -> tuple[Array, ...]:
+    """E4M3 codes of bounded norm, scales whose products are exact in float16."""
+    norms = _block_max(_norm(key))
+    key_scale = power_of_two_at_least(group_scale(norms, _E4M3_NORM))
+    key_codes = saturate_e4m3(key / jnp.repeat(key_scale, BLOCK, -1)[..., None])
+    # The largest key scale moves into the query's, which leaves products of the size of a logit.
+    key_scale = jnp.where(live, key_scale, 0.0)
+    unit = jnp.max(key_scale, -1, keepdims=True)
+    unit = jnp.where(unit == 0, 1.0, unit)
+    groups = query.shape[1] // key.shape[1]
+    unit_by_query_head = jnp.repeat(unit, groups, 1)
+    query = query * unit_by_query_head[..., None]
+    norm = _norm(query)
+    # Codes of queries with next to no effect shrink instead of the multiplier leaving float16.
+    query_scale = jnp.where(norm <= 0, 1.0, jnp.maximum(norm / _E4M3_NORM, 2.0**-13))
+    query_scale = _round_up_11_bits(query_scale)
+    query_codes = saturate_e4m3(query / query_scale[..., None])
+    return query_codes, query_scale, key_codes, key_scale / unit
+
+
+def _norm(vectors: Array) -> Array:
+    """L2 norm along the last axis that neither overflows nor underflows on the way."""
+    largest = jnp.max(jnp.abs(vectors), -1, keepdims=True)
+    unit = vectors / jnp.where(largest == 0, 1.0, largest)
+    return largest[..., 0] * jnp.sqrt(jnp.sum(unit**2, -1))
+
+
+def _round_up_11_bits(scale: Array) -> Array:
+    """At least `scale` and exact in float16 where that is normal."""
+    return round_to_f16(scale * (1 + 2.0**-11))
+
+
+def _scale_values(residual: Array, means: Array) -> tuple[Array, Array]:
+    """Power-of-two scale per channel, and the means in units of it as bfloat16.
+
+    Residuals so small against the means that bfloat16 means are coarser anyway do not shrink the
+    scale further: the means stay within a float32 accumulator whatever the values are.
+    """
+    largest = jnp.max(jnp.abs(residual), 2)
+    floor = jnp.max(jnp.abs(means), 2) * 2.0**-16
+    scale = power_of_two_at_least(group_scale(jnp.maximum(largest, floor), E4M3_MAX))
+    return scale, (means / scale[:, :, None]).astype(jnp.bfloat16)
+
+
+def _order_groups(values: Array, order: np.ndarray) -> Array:
+    """[..., P] with each group of 16 along the last axis reordered."""
+    groups = values.reshape(*values.shape[:-1], -1, len(order))
+    return groups[..., order].reshape(values.shape)
+
+
+def prepare(
+    query: Float[Array, "b t n h"],
+    key: Float[Array, "b s k h"],
+    value: Float[Array, "b s k h"],
+    config: AttentionConfig,
+    *,
+    scale: Float[Array, ""] | float | None = None,
+    order: Int[Array, "b k s"] | Int[Array, "b 1 s"] | None = None,
+    kv_count: Int[Array, " b"] | None = None,
+    key_mean: Float[Array, "b k h"] | None = None,
+    smooth: bool | None = None,
+) -> Prepared:
+    """Rotate, centre, sort and quantise the inputs of an attention call.
+
+    Args:
+      query, key, value: float, BTNH. Bytes of invalid keys and values do not matter.
+      config: a quantised configuration.
+      scale: softmax scale; `None`: 1/sqrt(H).
+      order: permutation of the keys, position -> token, valid tokens first; `None`: as they are.
+      kv_count: number of valid keys, the first so many of the order; `None`: all.
+      key_mean: subtracted from the keys (`mean_key`); `None`: nothing.
+      smooth: take block means out of the values; `None`: as the configuration says.
+
+    Raises:
+      ValueError: an unquantised configuration, or a head size that NVFP4 cannot group.
+    """
+    if not config.quantized:
+        raise ValueError("config must be quantised to prepare inputs, got qk='none'")
+    batch, kv_length, _, size = key.shape
+    smooth = config.smooth_values if smooth is None else smooth
+    scale = 1.0 / math.sqrt(size) if scale is None else scale
+    count = jnp.full(batch, kv_length, jnp.int32) if kv_count is None else kv_count
+    source, valid = _stored_tokens(kv_length, count, order)
+    source = jnp.broadcast_to(source, (batch, key.shape[2], source.shape[-1]))
+
+    query = jnp.swapaxes(query, 1, 2).astype(jnp.float32) * (scale * CODES_PER_NAT)
+    key = _gather(key, source).astype(jnp.float32)
+    if key_mean is not None:
+        key = key - key_mean[:, :, None]
+    if config.rotate:
+        query, key = hadamard_rotate(query), hadamard_rotate(key)
+    live = (jnp.arange(source.shape[-1] // BLOCK) * BLOCK < count[:, None])[:, None]
+    key = jnp.where(jnp.repeat(live, BLOCK, -1)[..., None], key, 0.0)
+
+    value = jnp.where(valid[:, None, :, None], _gather(value, source), 0.0).astype(jnp.float32)
+    if smooth:
+        means = block_means(value, jnp.broadcast_to(count[:, None], value.shape[:2]))
+        residual = value - jnp.repeat(means, BLOCK, 2)
+        residual = jnp.where(valid[:, None, :, None], residual, 0.0)
+    else:
+        means, residual = jnp.zeros((*value.shape[:2], live.shape[-1], size)), value
+
+    if config.qk == "nvfp4":
+        return Prepared4(
+            quantize_nvfp4(query, (-1, -2)),
+            quantize_nvfp4(key, (-1, -2)),
+            quantize_nvfp4(jnp.swapaxes(residual, 2, 3), (-1, -2)),
+            means.astype(jnp.bfloat16),
+            count,
+        )
+    quantize_scores = _scale_int8 if config.qk == "int8" else _scale_e4m3
+    query_codes, query_scale, key_codes, key_scale = quantize_scores(query, key, live)
+    value_scale, scaled_means = _scale_values(residual, means)
+    codes = saturate_e4m3(jnp.swapaxes(residual, 2, 3) / value_scale[..., None])
+    return Prepared8(
+        query_codes,
+        query_scale,
+        key_codes,
+        key_scale,
+        _order_groups(codes, GROUP_ORDER),
+        value_scale,
+        scaled_means,
+        count,
+    )
+
+
+def score_multiplier(prepared: Prepared8) -> Float[Array, "b n t j"]:
+    """Codes per unit of code product, per query and block, exact in float16 for E4M3."""
+    groups = prepared.query_codes.shape[1] // prepared.key_codes.shape[1]
+    key_scale = jnp.repeat(prepared.key_scale, groups, 1)[:, :, None]
+    product = prepared.query_scale[..., None] * key_scale
+    return product if prepared.query_codes.dtype == jnp.int8 else f16_multiplier(product)
+
+
+def plain_value_codes(prepared: Prepared8) -> Float8e4m3fn[Array, "b k h p"]:
+    """The transposed value codes with the tokens of each group of 16 back in plain order."""
+    return _order_groups(prepared.value_codes, np.argsort(GROUP_ORDER))
+
+
+class Restored(NamedTuple):
+    """What prepared inputs stand for, float32, in the order of the call.
+
+    Attributes:
+      query: [B, N, T, H], times softmax scale and 8·log2(e), rotated.
+      key: [B, K, P, H], centred and rotated.
+      value: [B, K, P, H]; rows of slots without a valid key are zero.
+    """
+
+    query: Float[Array, "b n t h"]
+    key: Float[Array, "b k p h"]
+    value: Float[Array, "b k p h"]
+
+
+@jax.jit
+def restore(prepared: Prepared) -> Restored:
+    """Undo `prepare` up to what quantisation lost: `query · key` are the scores in codes."""
+    if isinstance(prepared, Prepared4):
+        query, key = dequantize_nvfp4(prepared.query), dequantize_nvfp4(prepared.key)
+        residual, scale = dequantize_nvfp4(prepared.value), jnp.float32(1.0)
+    else:
+        query = prepared.query_codes.astype(jnp.float32) * prepared.query_scale[..., None]
+        key_scale = jnp.repeat(prepared.key_scale, BLOCK, -1)[..., None]
+        key = prepared.key_codes.astype(jnp.float32) * key_scale
+        residual = plain_value_codes(prepared).astype(jnp.float32)
+        scale = prepared.value_scale[:, :, None]
+    means = jnp.repeat(prepared.block_means.astype(jnp.float32), BLOCK, 2)
+    value = (jnp.swapaxes(residual, 2, 3) + means) * scale
+    valid = jnp.arange(value.shape[2]) < prepared.kv_count[:, None]
+    return Restored(query, key, jnp.where(valid[:, None, :, None], value, 0.0))

@@ -1,0 +1,216 @@
+"""Quantisers: INT8, E4M3 and NVFP4, and the rotation and centring that come before them.
+
+Every quantiser rounds to nearest even, saturates, and gives finite codes and scales for an all-zero
+or denormal group. A scale is what a code is multiplied with to get the value back.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Float8e4m3fn, Shaped, UInt8
+
+E4M3 = jnp.float8_e4m3fn
+E4M3_MAX = 448.0
+E2M1_MAX = 6.0
+E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+NVFP4_GROUP = 16
+_TINY = 2.0**-100
+"""Groups whose largest magnitude is below this (about 8e-31) quantise to zeros."""
+
+
+class Quantized(NamedTuple):
+    """Codes and the scale that, multiplied with them, gives the values back.
+
+    `scale` has the rank of `codes`, with size 1 on every axis that shares a scale.
+    """
+
+    codes: Shaped[Array, "..."]
+    scale: Float[Array, "..."]
+
+
+def group_scale(amax: Float[Array, "..."], largest: float) -> Float[Array, "..."]:
+    """`amax / largest`; 1 for a group so small that the quotient would lose its precision.
+
+    A NaN or an infinity among the values makes the scale NaN or infinite, so that it shows.
+    """
+    return jnp.where(amax <= _TINY, 1.0, amax / largest)
+
+
+def saturate_e4m3(values: Float[Array, "..."]) -> Float8e4m3fn[Array, "..."]:
+    """Values (FP32) as E4M3, round to nearest even, clipped to ±448."""
+    return jnp.clip(values, -E4M3_MAX, E4M3_MAX).astype(E4M3)
+
+
+def quantize_int8(values: Float[Array, "..."], axis: int | tuple[int, ...] = -1) -> Quantized:
+    """INT8 codes in [-127, 127] with one FP32 scale `amax / 127` per group.
+
+    Args:
+      values: any shape, float.
+      axis: the axes that share a scale: the last one for a scale per token, a block's token and
+        channel axes for a scale per block.
+
+    Returns:
+      `Quantized(codes int8, scale float32)`, the scale with size 1 along `axis`.
+
+    >>> import jax.numpy as jnp
+    >>> codes, scale = quantize_int8(jnp.array([[1.0, -2.0, 0.5]]))
+    >>> codes.tolist()
+    [[64, -127, 32]]
+    """
+    values = values.astype(jnp.float32)
+    scale = group_scale(jnp.max(jnp.abs(values), axis, keepdims=True), 127.0)
+    return Quantized(jnp.clip(jnp.round(values / scale), -127, 127).astype(jnp.int8), scale)
+
+
+def quantize_e4m3(values: Float[Array, "..."], axis: int | tuple[int, ...] = -1) -> Quantized:
+    """E4M3 codes with one FP32 scale `amax / 448` per group.
+
+    Args:
+      values: any shape, float.
+      axis: the axes that share a scale: the last for a scale per token, the token axis for a scale
+        per channel, all of them for one per tensor.
+
+    Returns:
+      `Quantized(codes float8_e4m3fn, scale float32)`, the scale with size 1 along `axis`.
+    """
+    values = values.astype(jnp.float32)
+    scale = group_scale(jnp.max(jnp.abs(values), axis, keepdims=True), E4M3_MAX)
+    return Quantized(saturate_e4m3(values / scale), scale)
+
+
+def dequantize(quantized: Quantized) -> Float[Array, "..."]:
+    """Codes times scale, float32."""
+    return quantized.codes.astype(jnp.float32) * quantized.scale
+
+
+class Nvfp4(NamedTuple):
+    """NVFP4 along the last axis, of length n: see `quantize_nvfp4`.
+
+    Attributes:
+      codes: uint8 [..., n / 2], two E2M1 codes a byte, the even element in the low nibble.
+      scales: float8_e4m3fn [..., n / 16], one scale per 16 elements.
+      global_scale: float32, size 1 on the axes that share it.
+    """
+
+    codes: UInt8[Array, "..."]
+    scales: Float8e4m3fn[Array, "..."]
+    global_scale: Float[Array, "..."]
+
+
+def encode_e2m1(values: Float[Array, "..."]) -> UInt8[Array, "..."]:
+    """Values (FP32) as 4-bit E2M1 codes (sign in bit 3), nearest even, clipped to ±6."""
+    magnitude = jnp.abs(values)
+    code = jnp.zeros(values.shape, jnp.uint8)
+    # A midpoint belongs to the neighbour whose mantissa bit is 0: below it for every other one.
+    for middle, goes_up in zip((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0), (0, 1, 0, 1, 0, 1, 0)):
+        above = magnitude >= middle if goes_up else magnitude > middle
+        code = code + above.astype(jnp.uint8)
+    return code | (jnp.signbit(values).astype(jnp.uint8) << 3)
+
+
+def decode_e2m1(codes: UInt8[Array, "..."]) -> Float[Array, "..."]:
+    """The float32 values of 4-bit E2M1 codes (one code a byte, sign in bit 3)."""
+    magnitude = jnp.asarray(E2M1_VALUES)[codes & 7]
+    return jnp.where(codes & 8, -magnitude, magnitude)
+
+
+def pack_nibbles(codes: UInt8[Array, "... n"]) -> UInt8[Array, "... n/2"]:
+    """Two 4-bit codes a byte along the last axis, the even element in the low nibble."""
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def unpack_nibbles(packed: UInt8[Array, "... n"]) -> UInt8[Array, "... 2*n"]:
+    """The inverse of `pack_nibbles`."""
+    return jnp.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:-1], -1)
+
+
+def quantize_nvfp4(
+    values: Float[Array, "... n"], global_axes: int | tuple[int, ...] | None = None
+) -> Nvfp4:
+    """NVFP4 along the last axis: E2M1 codes, an E4M3 scale per 16 elements, an FP32 global scale.
+
+    The global scale is `amax / (448 * 6)`, so that the largest group scale is exactly
+    representable; a group's scale is `amax_group / 6` in units of it, rounded to E4M3.
+
+    Args:
+      values: [..., n], float, n a multiple of 16.
+      global_axes: the axes that share a global scale; `None`: all.
+
+    Raises:
+      ValueError: n is not a multiple of 16.
+    """
+    n = values.shape[-1]
+    if n % NVFP4_GROUP:
+        raise ValueError(f"values must have a last axis that is a multiple of 16, got {n}")
+    values = values.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(values), global_axes, keepdims=True)
+    global_scale = group_scale(largest, E4M3_MAX * E2M1_MAX)
+    groups = (values / global_scale).reshape(*values.shape[:-1], n // NVFP4_GROUP, NVFP4_GROUP)
+    codes, scales = nvfp4_groups(groups)
+    return Nvfp4(pack_nibbles(codes.reshape(values.shape)), scales, global_scale)
+
+
+def nvfp4_groups(
+    groups: Float[Array, "... g 16"],
+) -> tuple[UInt8[Array, "... g 16"], Float8e4m3fn[Array, "... g"]]:
+    """E2M1 codes (one a byte) and E4M3 scales of groups that are in units of the global scale."""
+    scales = saturate_e4m3(jnp.max(jnp.abs(groups), -1) / E2M1_MAX)
+    step = scales.astype(jnp.float32)[..., None]
+    return encode_e2m1(jnp.where(step > 0, groups / jnp.where(step > 0, step, 1.0), 0.0)), scales
+
+
+def dequantize_nvfp4(quantized: Nvfp4) -> Float[Array, "... n"]:
+    """The float32 values of `quantize_nvfp4`'s result."""
+    codes = decode_e2m1(unpack_nibbles(quantized.codes))
+    scales = jnp.repeat(quantized.scales.astype(jnp.float32), NVFP4_GROUP, -1)
+    return codes * scales * quantized.global_scale
+
+
+@functools.cache
+def hadamard_matrix(size: int) -> np.ndarray:
+    """The orthonormal Hadamard matrix of a head size (float32, [size, size]).
+
+    Sylvester order, scaled by the root of its order. A size that is no power of two gets a block
+    diagonal of its largest power-of-two factor (96 = 3 blocks of 32).
+
+    >>> hadamard_matrix(2).round(3).tolist()
+    [[0.7070000171661377, 0.7070000171661377], [0.7070000171661377, -0.7070000171661377]]
+    """
+    order = size & -size
+    matrix = np.ones((1, 1), np.float64)
+    while matrix.shape[0] < order:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return np.kron(np.eye(size // order), matrix / math.sqrt(order)).astype(np.float32)
+
+
+def hadamard_rotate(vectors: Float[Array, "... h"]) -> Float[Array, "... h"]:
+    """Vectors times `hadamard_matrix` along the last axis, in float32 at highest precision."""
+    matrix = jnp.asarray(hadamard_matrix(vectors.shape[-1]))
+    return jnp.matmul(vectors.astype(jnp.float32), matrix, precision=lax.Precision.HIGHEST)
+
+
+def mean_key(
+    key: Float[Array, "b s k h"], key_valid: Bool[Array, "b s"] | None = None
+) -> Float[Array, "b k h"]:
+    """The mean over valid tokens of each channel of each head, float32; 0 where none is valid."""
+    key = key.astype(jnp.float32)
+    if key_valid is None:
+        return jnp.mean(key, axis=1)
+    count = jnp.sum(key_valid, axis=1).astype(jnp.float32)[:, None, None]
+    total = jnp.sum(jnp.where(key_valid[:, :, None, None], key, 0.0), axis=1)
+    return total / jnp.maximum(count, 1.0)
+
+
+def power_of_two_at_least(values: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The smallest power of two that is >= each (positive, normal) value, exactly.
+
+    NaN and infinities pass through.
+    """
+    values = values.astype(jnp.float32)
+    exponent = (lax.bitcast_convert_type(values, jnp.int32) + 0x007FFFFF) >> 23
+    rounded = lax.bitcast_convert_type(exponent << 23, jnp.float32)
+    return jnp.where(jnp.isfinite(values), rounded, values)

@@ -1,0 +1,223 @@
+"""The reference attention over prepared inputs: what a kernel computes, in plain JAX.
+
+It scans over blocks of 128 keys, so a call holds O(T·128) scores at a time. Probabilities are
+quantised, row sums add the decoded probabilities, block means come back inside the loop, sums are
+float32; matrix products run at highest precision. It is the oracle that kernels are tested
+against, and the implementation `"xla"`.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from ._config import BLOCK, AttentionConfig
+from ._expcast import (
+    PROBABILITY_SCALE,
+    Anchor,
+    anchor,
+    anchored_codes,
+    decode_codes,
+    round_to_f16,
+)
+from ._prepare import Prepared, Prepared4, Prepared8, plain_value_codes, score_multiplier
+from ._quantize import (
+    E2M1_MAX,
+    E4M3_MAX,
+    NVFP4_GROUP,
+    decode_e2m1,
+    dequantize_nvfp4,
+    nvfp4_groups,
+    saturate_e4m3,
+)
+from ._tracing import filled
+
+LOWEST = float(jnp.finfo(jnp.float32).min)
+
+
+class _Block(NamedTuple):
+    """One block of keys, rows of a key head grouped as [B, K, G, T]."""
+
+    key: Float[Array, "b k j h"]
+    residual: Float[Array, "b k h j"]
+    means: Float[Array, "b k h"]
+    multiplier: Float[Array, "b k g t 1"]
+    valid: Bool[Array, "b 1 1 1 j"]
+
+
+class _Sums(NamedTuple):
+    """Running sums; `largest` is the row maximum so far in codes, `weighted` relative to it."""
+
+    weighted: Float[Array, "b k g t h"]
+    total: Float[Array, "b k g t 1"]
+    largest: Float[Array, "b k g t 1"]
+
+
+def _matmul(equation: str, *operands: Array) -> Array:
+    return jnp.einsum(equation, *operands, precision=lax.Precision.HIGHEST)
+
+
+def _scores(query: Array, block: _Block, half: bool) -> tuple[Array, Array, Array]:
+    """Code products, the same in codes, and their row maximum in codes over valid keys."""
+    scores = _matmul("bkgth,bkjh->bkgtj", query, block.key)
+    scores = round_to_f16(scores) if half else scores
+    # The barrier keeps this product from being fused with the subtraction of the maximum, so that
+    # the largest score minus the maximum is exactly zero.
+    scaled = lax.optimization_barrier(block.multiplier * scores)
+    largest = jnp.max(jnp.where(block.valid, scaled, LOWEST), -1, keepdims=True)
+    return scores, scaled, largest
+
+
+def _octaves(difference: Array) -> Array:
+    """2 to the power of a difference in codes."""
+    return jnp.exp2(difference / 8.0)
+
+
+def _expcast_codes(scores, scaled, largest, row: Anchor, multiplier) -> Array:
+    codes = anchored_codes(scores, scaled - largest, multiplier, row)
+    return decode_codes(codes)
+
+
+def _cast_exponential(scaled: Array, largest: Array) -> Array:
+    probability = PROBABILITY_SCALE * _octaves(scaled - largest)
+    return saturate_e4m3(probability).astype(jnp.float32)
+
+
+def _nvfp4_exponential(scaled: Array, largest: Array) -> Array:
+    """Probabilities in NVFP4 groups of 16 keys, whose E4M3 scales use their whole range."""
+    unit = E4M3_MAX * E2M1_MAX
+    probability = unit * _octaves(scaled - largest)
+    groups = probability.reshape(*probability.shape[:-1], -1, NVFP4_GROUP)
+    codes, scales = nvfp4_groups(groups)
+    decoded = decode_e2m1(codes) * scales.astype(jnp.float32)[..., None]
+    return decoded.reshape(probability.shape) * (PROBABILITY_SCALE / unit)
+
+
+def _step(sums: _Sums, block: _Block, query: Array, config: AttentionConfig) -> _Sums:
+    half = config.qk == "e4m3"
+    scores, scaled, largest = _scores(query, block, half)
+    if config.softmax == "expcast":
+        row = anchor(largest, half=half)
+        probability = _expcast_codes(scores, scaled, largest, row, block.multiplier)
+        block_anchor, old_anchor = row.code, sums.largest
+        new = jnp.maximum(block_anchor, old_anchor)
+        new_anchor = new
+    elif config.softmax == "expcast_running":
+        new = jnp.maximum(sums.largest, largest)
+        row = anchor(new, half=half)
+        probability = _expcast_codes(scores, scaled, new, row, block.multiplier)
+        block_anchor = new_anchor = row.code
+        old_anchor = anchor(sums.largest, half=half).code
+    else:
+        new = jnp.maximum(sums.largest, largest)
+        cast = _nvfp4_exponential if config.pv == "nvfp4" else _cast_exponential
+        probability = cast(scaled, new)
+        block_anchor, new_anchor, old_anchor = new, new, sums.largest
+    probability = jnp.where(block.valid, probability, 0.0)
+    row_sum = jnp.sum(probability, -1, keepdims=True)
+    weighted = _matmul("bkgtj,bkhj->bkgth", probability, block.residual)
+    weighted = weighted + row_sum * block.means[:, :, None, None]
+    weight, decay = _octaves(block_anchor - new_anchor), _octaves(old_anchor - new_anchor)
+    return _Sums(
+        sums.weighted * decay + weighted * weight,
+        sums.total * decay + row_sum * weight,
+        new,
+    )
+
+
+class _Operands(NamedTuple):
+    """Decoded operands [B, K, ...] that `_blocks` slices."""
+
+    query: Float[Array, "b k g t h"]
+    key: Array
+    residual: Array
+    means: Array
+    multiplier: Float[Array, "b k g t j"]
+    value_scale: Float[Array, "b k h"]
+
+
+def _operands(prepared: Prepared) -> _Operands:
+    batch, heads, blocks, size = prepared.block_means.shape
+    if isinstance(prepared, Prepared4):
+        query, key = dequantize_nvfp4(prepared.query), dequantize_nvfp4(prepared.key)
+        residual = dequantize_nvfp4(prepared.value)
+        multiplier = filled((*query.shape[:3], blocks), 1, query, key)
+        value_scale = filled((batch, heads, size), 1, residual)
+    else:
+        query, key = prepared.query_codes, prepared.key_codes
+        residual, multiplier = plain_value_codes(prepared), score_multiplier(prepared)
+        value_scale = prepared.value_scale
+
+    def by_key_head(rows: Array) -> Array:
+        return rows.reshape(batch, heads, -1, *rows.shape[2:])
+
+    query = by_key_head(query.astype(jnp.float32))
+    return _Operands(
+        query, key, residual, prepared.block_means, by_key_head(multiplier), value_scale
+    )
+
+
+def _slice_block(operands: _Operands, kv_count: Array, index: Array) -> _Block:
+    def part(array: Array, start: Array, size: int, axis: int) -> Array:
+        return lax.dynamic_slice_in_dim(array, start, size, axis).astype(jnp.float32)
+
+    first = index * BLOCK
+    valid = first + jnp.arange(BLOCK) < kv_count[:, None]
+    return _Block(
+        part(operands.key, first, BLOCK, 2),
+        part(operands.residual, first, BLOCK, 3),
+        part(operands.means, index, 1, 2)[:, :, 0],
+        part(operands.multiplier, index, 1, 4),
+        valid[:, None, None, None],
+    )
+
+
+def reference_attention(
+    prepared: Prepared, config: AttentionConfig
+) -> tuple[Float[Array, "b t n h"], Float[Array, "b t n"]]:
+    """Attention over prepared inputs, block by block.
+
+    Args:
+      prepared: from `prepare` with the same configuration.
+      config: a quantised configuration.
+
+    Returns:
+      The output (float32) and the natural-log normaliser of the centred, rotated scores (float32);
+      zeros and -inf where no key is valid. Both from the decoded row sums.
+
+    Raises:
+      ValueError: the layout is not that of the configuration.
+    """
+    expected = Prepared4 if config.qk == "nvfp4" else Prepared8
+    if not config.quantized or not isinstance(prepared, expected):
+        raise ValueError(
+            f"prepared must be the layout of qk={config.qk!r}, got {type(prepared).__name__}"
+        )
+    operands = _operands(prepared)
+    rows, like = operands.query.shape[:-1], (operands.query, operands.key, operands.residual)
+    start = _Sums(
+        filled(operands.query.shape, 0, *like),
+        filled((*rows, 1), 0, *like),
+        filled((*rows, 1), LOWEST, *like),
+    )
+
+    def step(sums: _Sums, index: Array) -> tuple[_Sums, None]:
+        block = _slice_block(operands, prepared.kv_count, index)
+        return _step(sums, block, operands.query, config), None
+
+    sums, _ = lax.scan(step, start, jnp.arange(operands.means.shape[2]))
+    empty = sums.total == 0
+    out = sums.weighted / jnp.where(empty, 1.0, sums.total)
+    out = out * operands.value_scale[:, :, None, None]
+    top = (
+        anchor(sums.largest, half=config.qk == "e4m3").code
+        if (config.softmax == "expcast_running")
+        else sums.largest
+    )
+    lse = jnp.log(sums.total / PROBABILITY_SCALE) + top * (math.log(2.0) / 8.0)
+    lse = jnp.where(empty, -jnp.inf, lse)[..., 0]
+    batch, heads, groups, length, size = out.shape
+    out = out.reshape(batch, heads * groups, length, size)
+    return jnp.swapaxes(out, 1, 2), jnp.swapaxes(lse.reshape(out.shape[:3]), 1, 2)

@@ -1,0 +1,174 @@
+"""V-Smooth: cluster the values, sort by cluster, take the mean of each block (paper, section 3).
+
+Attention does not depend on the order of its keys, so keys and values may be sorted. Sorted by
+cluster, the 128 values of a block resemble each other, their mean holds much of their energy, and
+only the rest has to be quantised. Everything here is a pure function with static shapes; sums run
+in a fixed order, so results do not change from run to run.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from ._config import BLOCK
+from ._tracing import filled
+
+_CHUNK = 2048
+"""Tokens whose distances to the centroids exist at one time."""
+
+
+class Clusters(NamedTuple):
+    """Result of `kmeans`.
+
+    Attributes:
+      labels: int32 [..., S], the nearest of `centroids` before the last update; k for an invalid
+        token, which belongs to no cluster.
+      centroids: float32 [..., k, H].
+    """
+
+    labels: Int[Array, "... s"]
+    centroids: Float[Array, "... k h"]
+
+
+def spread_rows(
+    values: Float[Array, "s h"], valid: Bool[Array, " s"], clusters: int
+) -> Float[Array, "k h"]:
+    """`clusters` rows spread evenly over the valid tokens: the start of a cold k-means.
+
+    With fewer valid tokens than clusters rows repeat; the repeats stay empty clusters.
+    """
+    order = jnp.argsort(~valid, stable=True)
+    count = jnp.sum(valid)
+    rank = jnp.floor((jnp.arange(clusters) + 0.5) * (count / clusters)).astype(jnp.int32)
+    rows = values[order[jnp.clip(rank, 0, values.shape[0] - 1)]]
+    return jnp.where(count > 0, rows.astype(jnp.float32), 0.0)
+
+
+def nearest_centroid(
+    values: Float[Array, "s h"], centroids: Float[Array, "k h"]
+) -> Int[Array, " s"]:
+    """The centroid of least squared L2 distance, the first of equals, int32."""
+    inner = jnp.matmul(values, centroids.T, precision=lax.Precision.HIGHEST)
+    return jnp.argmin(jnp.sum(centroids**2, -1) - 2.0 * inner, -1).astype(jnp.int32)
+
+
+def _chunks(array: Array, length: int) -> Array:
+    """The leading axis, padded with zeros, in chunks of `length`."""
+    pad = -array.shape[0] % length
+    array = jnp.pad(array, [(0, pad)] + [(0, 0)] * (array.ndim - 1))
+    return array.reshape(-1, length, *array.shape[1:])
+
+
+def _lloyd_step(chunks: Array, valid: Array, centroids: Array) -> Array:
+    """One Lloyd step over [n, chunk, H] values: new centroids; an empty cluster keeps its own."""
+    k = centroids.shape[0]
+
+    def add(carry, chunk):
+        values, is_valid = chunk
+        label = jnp.where(is_valid, nearest_centroid(values, centroids), k)
+        member = jax.nn.one_hot(label, k, dtype=jnp.float32)
+        total = jnp.matmul(member.T, values, precision=lax.Precision.HIGHEST)
+        return (carry[0] + total, carry[1] + jnp.sum(member, 0)), None
+
+    start = (filled(centroids.shape, 0, chunks, valid), filled((k,), 0, chunks, valid))
+    (total, count), _ = lax.scan(add, start, (chunks, valid))
+    return jnp.where(count[:, None] > 0, total / jnp.maximum(count, 1.0)[:, None], centroids)
+
+
+def _kmeans_head(values: Array, valid: Array, centroids: Array, steps: Array | int) -> Clusters:
+    values = jnp.where(valid[:, None], values.astype(jnp.float32), 0.0)
+    length = min(_CHUNK, values.shape[0])
+    chunks, chunk_valid = _chunks(values, length), _chunks(valid, length)
+    start = filled((), 0, values, valid) + centroids.astype(jnp.float32)
+    centroids = lax.fori_loop(0, steps, lambda _, c: _lloyd_step(chunks, chunk_valid, c), start)
+    labels = lax.map(lambda chunk: nearest_centroid(chunk, centroids), chunks)
+    labels = labels.reshape(-1)[: values.shape[0]]
+    return Clusters(jnp.where(valid, labels, centroids.shape[0]), centroids)
+
+
+def kmeans(
+    values: Float[Array, "*batch s h"],
+    clusters: int,
+    *,
+    steps: int | Int[Array, ""] = 4,
+    valid: Bool[Array, "*batch s"] | None = None,
+    centroids: Float[Array, "*batch k h"] | None = None,
+) -> Clusters:
+    """Plain k-means (squared L2) over the tokens of each leading index, independently.
+
+    Deterministic: a cold start takes rows spread evenly over the valid tokens, the number of Lloyd
+    steps is fixed, equal distances go to the first centroid, an empty cluster keeps its centroid.
+    Distances exist for 2 048 tokens at a time.
+
+    Args:
+      values: [..., S, H], float. Bytes of invalid tokens do not matter.
+      clusters: k >= 1; may exceed the number of tokens.
+      steps: Lloyd steps, >= 0; may be traced.
+      valid: [..., S]; `None`: all tokens.
+      centroids: [..., k, H] to start from (warm start) instead of rows of the values.
+
+    Raises:
+      ValueError: `clusters` < 1, or `valid` or `centroids` of another shape.
+    """
+    *batch, length, size = values.shape
+    if clusters < 1:
+        raise ValueError(f"clusters must be >= 1, got {clusters}")
+    if valid is None:
+        valid = jnp.ones((*batch, length), bool)
+    if valid.shape != (*batch, length):
+        raise ValueError(f"valid must have shape {(*batch, length)}, got {valid.shape}")
+    values, valid = values.reshape(-1, length, size), valid.reshape(-1, length)
+    if centroids is None:
+        centroids = jax.vmap(lambda v, m: spread_rows(v, m, clusters))(values, valid)
+    elif centroids.shape != (*batch, clusters, size):
+        expected = (*batch, clusters, size)
+        raise ValueError(f"centroids must have shape {expected}, got {centroids.shape}")
+    centroids = centroids.reshape(-1, clusters, size)
+    result = lax.map(lambda x: _kmeans_head(*x, steps=steps), (values, valid, centroids))
+    return Clusters(*(x.reshape(*batch, *x.shape[1:]) for x in result))
+
+
+def cluster_order(labels: Int[Array, "... s"]) -> Int[Array, "... s"]:
+    """The stable permutation that sorts tokens by label, int32: position -> token.
+
+    Invalid tokens, whose label is the largest, come last.
+    """
+    return jnp.argsort(labels, axis=-1, stable=True).astype(jnp.int32)
+
+
+def sequence_order(key_valid: Bool[Array, "b s"]) -> Int[Array, "b s"]:
+    """The stable permutation that puts valid tokens first, int32: position -> token."""
+    return jnp.argsort(~key_valid, axis=-1, stable=True).astype(jnp.int32)
+
+
+def block_means(
+    values: Float[Array, "... s h"], count: Int[Array, "..."] | None = None
+) -> Float[Array, "... n h"]:
+    """The float32 mean of each 128-token block over its valid tokens, 0 for a block of none.
+
+    Args:
+      values: [..., S, H], S a multiple of 128, valid tokens first.
+      count: number of valid tokens [...]; `None`: all.
+    """
+    *batch, length, size = values.shape
+    blocks = values.astype(jnp.float32).reshape(*batch, length // BLOCK, BLOCK, size)
+    if count is None:
+        return jnp.mean(blocks, -2)
+    first = jnp.arange(length // BLOCK) * BLOCK
+    inside = jnp.clip(count[..., None] - first, 0, BLOCK)
+    member = (jnp.arange(BLOCK) < inside[..., None])[..., None]
+    total = jnp.sum(jnp.where(member, blocks, 0.0), -2)
+    return total / jnp.maximum(inside, 1)[..., None].astype(jnp.float32)
+
+
+def mean_energy(values: Float[Array, "... s h"]) -> Float[Array, "..."]:
+    """Share of the energy of whole 128-token blocks that their means hold: B·|mu|² / |V|².
+
+    Tokens past the last whole block are left out. In [0, 1], float32.
+    """
+    whole = values[..., : values.shape[-2] // BLOCK * BLOCK, :].astype(jnp.float32)
+    means = block_means(whole)
+    return BLOCK * jnp.sum(means**2, (-1, -2)) / jnp.sum(whole**2, (-1, -2))
