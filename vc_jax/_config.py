@@ -8,7 +8,9 @@ PvFormat = Literal["none", "e4m3", "nvfp4"]
 Softmax = Literal["expcast", "expcast_running", "exp"]
 
 BLOCK = 128
-"""Keys per block: the granularity of key scales, value means and FP32 promotion."""
+"""Keys per block: the granularity of key scales and value means."""
+STEP = 256
+"""Keys per step of the softmax: the granularity of row maxima and FP32 promotion."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,8 +26,8 @@ class AttentionConfig:
       pv: number format of probabilities and values. `"e4m3"`: one scale per value channel.
         `"nvfp4"`: E2M1 with one E4M3 scale per 16 keys. `"none"`: the dtype of the inputs.
       softmax: how a score becomes an 8-bit probability. `"expcast"`: one affine map to the E4M3
-        code, against the row maximum of each 128-key block. `"expcast_running"`: the same map
-        against the running row maximum, as in the paper. `"exp"`: exponential, then cast.
+        code, against the row maximum of each 256 keys (block-anchored). `"expcast_running"`: the
+        same map against the running row maximum, as in the paper. `"exp"`: exponential, then cast.
       center_keys: subtract the mean key (over valid tokens) before quantisation.
       rotate: rotate queries and keys by the same orthonormal Hadamard matrix.
       smooth_values: V-Smooth: cluster the values, sort keys and values by cluster, and quantise

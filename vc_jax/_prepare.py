@@ -1,8 +1,9 @@
 """The prepared layout: quantised queries, keys and values as the kernels consume them.
 
-Lengths: B batch, T queries, S keys, N query heads, K key heads, H head dim, n = ceil(S / 128)
-blocks, P = 128·n stored keys. Keys and values are in the order of the call (sorted by cluster or
-sequence order), valid ones first; query head `i` reads key head `i // (N / K)`.
+Lengths: B batch, T queries, S keys, N query heads, K key heads, H head dim, P stored keys (S
+rounded up to steps of 256), n = P / 128 blocks. Keys and values are in the order of the call
+(sorted by cluster or sequence order), valid ones first; query head `i` reads key head
+`i // (N / K)`.
 
 8-bit layout (`Prepared8`):
 
@@ -11,14 +12,16 @@ sequence order), valid ones first; query head `i` reads key head `i // (N / K)`.
 * INT8 queries and keys: scale `amax / 127` per token and per block. E4M3: codes of a token have an
   L2 norm of at most 255, so no product of two leaves float16; `key_scale` is a power of two and
   `query_scale` has 11 significant bits, so their product is exact in float16.
-* A slot without a valid key, in a block that has one, holds the codes of that block's first key:
-  it can raise no maximum. Its value codes are zero, and a kernel must count no probability there
-  (`kv_count` says how many slots are valid). Codes of a block without a valid key are zero.
+* A slot without a valid key, in a step that has one, holds the codes of the first key of its
+  block, or of its step if its block has none: it can raise no maximum, so a kernel needs no mask.
+  Its value codes are zero. Codes and scales of steps without a valid key are zero.
 * `value_codes` are transposed and, inside each group of 16 tokens, in the order `GROUP_ORDER`:
   stored token `p` is token `GROUP_ORDER[p]`. Four packed 8-bit probabilities of a Hopper score
   fragment then are a fragment of the next product's left operand.
+* Eight more rows under the transposed values count: even ones hold 1 at valid keys of even blocks,
+  odd ones at valid keys of odd blocks, else 0. Their products with the probabilities are the row
+  sums of the two blocks of a step.
 * `value = value_scale · (codes + block_means[block])`, `value_scale` a power of two.
-* A kernel may append rows under the transposed values (row sums by the tensor core).
 
 4-bit layout (`Prepared4`): NVFP4 along channels for queries and keys, along tokens for values; the
 means are not scaled. Kernels that need another packing say so themselves.
@@ -32,7 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float8e4m3fn, Int, Shaped
 
-from ._config import BLOCK, AttentionConfig
+from ._config import BLOCK, STEP, AttentionConfig
 from ._expcast import CODES_PER_NAT, f16_multiplier, round_to_f16
 from ._quantize import (
     E4M3_MAX,
@@ -49,6 +52,8 @@ from ._vsmooth import block_means
 
 GROUP_ORDER = np.array([0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15])
 """Stored position in a group of 16 value tokens -> token of the group."""
+COUNT_ROWS = 8
+"""Rows under the transposed values that count valid keys."""
 _E4M3_NORM = 240.0
 """L2 norm of a token's codes before rounding; rounding adds at most 1/16: 255² < 65 504."""
 
@@ -61,7 +66,7 @@ class Prepared8(NamedTuple):
       query_scale: float32 [B, N, T].
       key_codes: as the queries' [B, K, P, H].
       key_scale: float32 [B, K, n].
-      value_codes: float8_e4m3fn [B, K, H, P].
+      value_codes: float8_e4m3fn [B, K, H + 8, P], the last 8 rows count.
       value_scale: float32 [B, K, H].
       block_means: bfloat16 [B, K, n, H], in units of `value_scale`; zeros without V-Smooth.
       kv_count: int32 [B], valid keys.
@@ -71,7 +76,7 @@ class Prepared8(NamedTuple):
     query_scale: Float[Array, "b n t"]
     key_codes: Shaped[Array, "b k p h"]
     key_scale: Float[Array, "b k j"]
-    value_codes: Float8e4m3fn[Array, "b k h p"]
+    value_codes: Float8e4m3fn[Array, "b k h+8 p"]
     value_scale: Float[Array, "b k h"]
     block_means: Float[Array, "b k j h"]
     kv_count: Int[Array, " b"]
@@ -99,6 +104,13 @@ class Prepared4(NamedTuple):
 Prepared = Prepared8 | Prepared4
 
 
+def layout_format(prepared: Prepared) -> str:
+    """The `AttentionConfig.qk` that prepared inputs were made for."""
+    if isinstance(prepared, Prepared4):
+        return "nvfp4"
+    return "int8" if prepared.query_codes.dtype == jnp.int8 else "e4m3"
+
+
 def _block_max(values: Array) -> Array:
     """Largest entry of each block of 128 along the last axis."""
     return jnp.max(values.reshape(*values.shape[:-1], -1, BLOCK), -1)
@@ -108,11 +120,13 @@ def _stored_tokens(
     kv_length: int, count: Int[Array, " b"], order: Int[Array, "b k s"] | None
 ) -> tuple[Int[Array, "b k p"] | Int[Array, "b 1 p"], Bool[Array, "b p"]]:
     """Which token each stored slot takes its key from, and which slots are valid."""
-    slots = -(-kv_length // BLOCK) * BLOCK
+    slots = -(-kv_length // STEP) * STEP
     slot = jnp.arange(slots)
-    valid = slot < count[:, None]
-    first = slot // BLOCK * BLOCK
-    source = jnp.where(valid, slot, jnp.where(first < count[:, None], first, 0))[:, None]
+    count = count[:, None]
+    first_of_block, first_of_step = slot // BLOCK * BLOCK, slot // STEP * STEP
+    stand_in = jnp.where(first_of_block < count, first_of_block, first_of_step)
+    valid = slot < count
+    source = jnp.where(valid, slot, jnp.where(stand_in < count, stand_in, 0))[:, None]
     if order is not None:
         source = jnp.take_along_axis(order, jnp.broadcast_to(source, (*order.shape[:2], slots)), 2)
     return source, valid
@@ -123,21 +137,32 @@ def _gather(tokens: Float[Array, "b s k h"], source: Int[Array, "b k p"]) -> Arr
     return jnp.take_along_axis(jnp.swapaxes(tokens, 1, 2), source[..., None], axis=2)
 
 
+def _block_scale(amax: Array, largest: float, live: Array) -> Array:
+    """Scales of the blocks [B, K, n]; one without a valid key has that of its step, or 0."""
+    scale = group_scale(amax, largest)
+    first = jnp.repeat(scale[..., ::2], 2, -1)
+    first_live = jnp.repeat(live[..., ::2], 2, -1)
+    return jnp.where(live, scale, jnp.where(first_live, first, 0.0))
+
+
+def _in_units(key: Array, scale: Array) -> Array:
+    """Keys [B, K, P, H] over the scale of their block."""
+    return key / jnp.repeat(jnp.where(scale == 0, 1.0, scale), BLOCK, -1)[..., None]
+
+
 def _scale_int8(query: Array, key: Array, live: Array) -> tuple[Array, ...]:
     query_codes, query_scale = quantize_int8(query)
-    blocks = key.reshape(*key.shape[:2], -1, BLOCK, key.shape[-1])
-    key_codes, key_scale = quantize_int8(blocks, (-1, -2))
-    key_scale = jnp.where(live, key_scale[..., 0, 0], 0.0)
-    return query_codes, query_scale[..., 0], key_codes.reshape(key.shape), key_scale
+    key_scale = _block_scale(_block_max(jnp.max(jnp.abs(key), -1)), 127.0, live)
+    key_codes = jnp.clip(jnp.round(_in_units(key, key_scale)), -127, 127).astype(jnp.int8)
+    return query_codes, query_scale[..., 0], key_codes, key_scale
 
 
 def _scale_e4m3(query: Array, key: Array, live: Array) -> tuple[Array, ...]:
     """E4M3 codes of bounded norm, scales whose products are exact in float16."""
-    norms = _block_max(_norm(key))
-    key_scale = power_of_two_at_least(group_scale(norms, _E4M3_NORM))
-    key_codes = saturate_e4m3(key / jnp.repeat(key_scale, BLOCK, -1)[..., None])
+    key_scale = _block_scale(_block_max(_norm(key)), _E4M3_NORM, live)
+    key_scale = jnp.where(key_scale == 0, 0.0, power_of_two_at_least(key_scale))
+    key_codes = saturate_e4m3(_in_units(key, key_scale))
     # The largest key scale moves into the query's, which leaves products of the size of a logit.
-    key_scale = jnp.where(live, key_scale, 0.0)
     unit = jnp.max(key_scale, -1, keepdims=True)
     unit = jnp.where(unit == 0, 1.0, unit)
     groups = query.shape[1] // key.shape[1]
@@ -223,7 +248,8 @@ def prepare(
     if config.rotate:
         query, key = hadamard_rotate(query), hadamard_rotate(key)
     live = (jnp.arange(source.shape[-1] // BLOCK) * BLOCK < count[:, None])[:, None]
-    key = jnp.where(jnp.repeat(live, BLOCK, -1)[..., None], key, 0.0)
+    step_live = jnp.repeat(live[..., ::2], STEP, -1)
+    key = jnp.where(step_live[..., None], key, 0.0)
 
     value = jnp.where(valid[:, None, :, None], _gather(value, source), 0.0).astype(jnp.float32)
     if smooth:
@@ -245,6 +271,7 @@ def prepare(
     query_codes, query_scale, key_codes, key_scale = quantize_scores(query, key, live)
     value_scale, scaled_means = _scale_values(residual, means)
     codes = saturate_e4m3(jnp.swapaxes(residual, 2, 3) / value_scale[..., None])
+    codes = jnp.concatenate([codes, _count_rows(valid, codes)], 2)
     return Prepared8(
         query_codes,
         query_scale,
@@ -257,6 +284,14 @@ def prepare(
     )
 
 
+def _count_rows(valid: Bool[Array, "b p"], like: Array) -> Float8e4m3fn[Array, "b k 8 p"]:
+    """1 at valid keys: of even blocks in even rows, of odd blocks in odd rows."""
+    block = jnp.arange(valid.shape[1]) // BLOCK
+    own = (block % 2) == (jnp.arange(COUNT_ROWS) % 2)[:, None]
+    rows = (valid[:, None, None] & own).astype(like.dtype)
+    return jnp.broadcast_to(rows, (*like.shape[:2], *rows.shape[2:]))
+
+
 def score_multiplier(prepared: Prepared8) -> Float[Array, "b n t j"]:
     """Codes per unit of code product, per query and block, exact in float16 for E4M3."""
     groups = prepared.query_codes.shape[1] // prepared.key_codes.shape[1]
@@ -267,7 +302,7 @@ def score_multiplier(prepared: Prepared8) -> Float[Array, "b n t j"]:
 
 def plain_value_codes(prepared: Prepared8) -> Float8e4m3fn[Array, "b k h p"]:
     """The transposed value codes with the tokens of each group of 16 back in plain order."""
-    return _order_groups(prepared.value_codes, np.argsort(GROUP_ORDER))
+    return _order_groups(prepared.value_codes[:, :, :-COUNT_ROWS], np.argsort(GROUP_ORDER))
 
 
 class Restored(NamedTuple):
@@ -275,7 +310,8 @@ class Restored(NamedTuple):
 
     Attributes:
       query: [B, N, T, H], times softmax scale and 8·log2(e), rotated.
-      key: [B, K, P, H], centred and rotated.
+      key: [B, K, P, H], centred and rotated. In the E4M3 layout a power of two per key head has
+        moved from the keys to the queries; only their product is the input's.
       value: [B, K, P, H]; rows of slots without a valid key are zero.
     """
 

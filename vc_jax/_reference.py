@@ -1,6 +1,6 @@
 """The reference attention over prepared inputs: what a kernel computes, in plain JAX.
 
-It scans over blocks of 128 keys, so a call holds O(T·128) scores at a time. Probabilities are
+It scans over steps of 256 keys, so a call holds O(T·256) scores at a time. Probabilities are
 quantised, row sums add the decoded probabilities, block means come back inside the loop, sums are
 float32; matrix products run at highest precision. It is the oracle that kernels are tested
 against, and the implementation `"xla"`.
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from ._config import BLOCK, AttentionConfig
+from ._config import BLOCK, STEP, AttentionConfig
 from ._expcast import (
     PROBABILITY_SCALE,
     Anchor,
@@ -22,7 +22,13 @@ from ._expcast import (
     decode_codes,
     round_to_f16,
 )
-from ._prepare import Prepared, Prepared4, Prepared8, plain_value_codes, score_multiplier
+from ._prepare import (
+    Prepared,
+    Prepared4,
+    layout_format,
+    plain_value_codes,
+    score_multiplier,
+)
 from ._quantize import (
     E2M1_MAX,
     E4M3_MAX,
@@ -38,12 +44,12 @@ LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 class _Block(NamedTuple):
-    """One block of keys, rows of a key head grouped as [B, K, G, T]."""
+    """One step of 256 keys (two blocks), rows of a key head grouped as [B, K, G, T]."""
 
     key: Float[Array, "b k j h"]
     residual: Float[Array, "b k h j"]
-    means: Float[Array, "b k h"]
-    multiplier: Float[Array, "b k g t 1"]
+    means: Float[Array, "b k 2 h"]
+    multiplier: Float[Array, "b k g t j"]
     valid: Bool[Array, "b 1 1 1 j"]
 
 
@@ -116,9 +122,10 @@ def _step(sums: _Sums, block: _Block, query: Array, config: AttentionConfig) -> 
         probability = cast(scaled, new)
         block_anchor, new_anchor, old_anchor = new, new, sums.largest
     probability = jnp.where(block.valid, probability, 0.0)
-    row_sum = jnp.sum(probability, -1, keepdims=True)
+    sums_of_blocks = jnp.sum(probability.reshape(*probability.shape[:-1], 2, BLOCK), -1)
+    row_sum = jnp.sum(sums_of_blocks, -1, keepdims=True)
     weighted = _matmul("bkgtj,bkhj->bkgth", probability, block.residual)
-    weighted = weighted + row_sum * block.means[:, :, None, None]
+    weighted = weighted + _matmul("bkgtj,bkjh->bkgth", sums_of_blocks, block.means)
     weight, decay = _octaves(block_anchor - new_anchor), _octaves(old_anchor - new_anchor)
     return _Sums(
         sums.weighted * decay + weighted * weight,
@@ -163,13 +170,13 @@ def _slice_block(operands: _Operands, kv_count: Array, index: Array) -> _Block:
     def part(array: Array, start: Array, size: int, axis: int) -> Array:
         return lax.dynamic_slice_in_dim(array, start, size, axis).astype(jnp.float32)
 
-    first = index * BLOCK
-    valid = first + jnp.arange(BLOCK) < kv_count[:, None]
+    first = index * STEP
+    valid = first + jnp.arange(STEP) < kv_count[:, None]
     return _Block(
-        part(operands.key, first, BLOCK, 2),
-        part(operands.residual, first, BLOCK, 3),
-        part(operands.means, index, 1, 2)[:, :, 0],
-        part(operands.multiplier, index, 1, 4),
+        part(operands.key, first, STEP, 2),
+        part(operands.residual, first, STEP, 3),
+        part(operands.means, 2 * index, 2, 2),
+        jnp.repeat(part(operands.multiplier, 2 * index, 2, 4), BLOCK, -1),
         valid[:, None, None, None],
     )
 
@@ -177,7 +184,7 @@ def _slice_block(operands: _Operands, kv_count: Array, index: Array) -> _Block:
 def reference_attention(
     prepared: Prepared, config: AttentionConfig
 ) -> tuple[Float[Array, "b t n h"], Float[Array, "b t n"]]:
-    """Attention over prepared inputs, block by block.
+    """Attention over prepared inputs, step by step.
 
     Args:
       prepared: from `prepare` with the same configuration.
@@ -190,11 +197,9 @@ def reference_attention(
     Raises:
       ValueError: the layout is not that of the configuration.
     """
-    expected = Prepared4 if config.qk == "nvfp4" else Prepared8
-    if not config.quantized or not isinstance(prepared, expected):
-        raise ValueError(
-            f"prepared must be the layout of qk={config.qk!r}, got {type(prepared).__name__}"
-        )
+    held = layout_format(prepared)
+    if not config.quantized or held != config.qk:
+        raise ValueError(f"prepared must be the layout of qk={config.qk!r}, got {held!r}")
     operands = _operands(prepared)
     rows, like = operands.query.shape[:-1], (operands.query, operands.key, operands.residual)
     start = _Sums(
@@ -207,7 +212,7 @@ def reference_attention(
         block = _slice_block(operands, prepared.kv_count, index)
         return _step(sums, block, operands.query, config), None
 
-    sums, _ = lax.scan(step, start, jnp.arange(operands.means.shape[2]))
+    sums, _ = lax.scan(step, start, jnp.arange(operands.means.shape[2] // 2))
     empty = sums.total == 0
     out = sums.weighted / jnp.where(empty, 1.0, sums.total)
     out = out * operands.value_scale[:, :, None, None]

@@ -167,8 +167,9 @@ def block_means(
 def mean_energy(values: Float[Array, "... s h"]) -> Float[Array, "..."]:
     """Share of the energy of whole 128-token blocks that their means hold: B·|mu|² / |V|².
 
-    Tokens past the last whole block are left out. In [0, 1], float32.
+    Tokens past the last whole block are left out. In [0, 1], float32; 0 where there is no energy.
     """
     whole = values[..., : values.shape[-2] // BLOCK * BLOCK, :].astype(jnp.float32)
     means = block_means(whole)
-    return BLOCK * jnp.sum(means**2, (-1, -2)) / jnp.sum(whole**2, (-1, -2))
+    energy = jnp.sum(whole**2, (-1, -2))
+    return BLOCK * jnp.sum(means**2, (-1, -2)) / jnp.where(energy == 0, 1.0, energy)
