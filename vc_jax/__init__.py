@@ -25,7 +25,14 @@ from ._quantize import (
 from ._reference import reference_attention
 from ._schedule import DenoisingSchedule
 from ._state import AttentionState, attention_step, init_state, reset
-from ._vsmooth import Clusters, block_means, cluster_order, kmeans, mean_energy
+from ._vsmooth import (
+    Clusters,
+    block_means,
+    cluster_order,
+    kmeans,
+    mean_energy,
+    similar_clusters_together,
+)
 
 __version__ = "0.1.0"
 
@@ -69,4 +76,5 @@ __all__ = [
     "reference_attention",
     "reset",
     "restore",
+    "similar_clusters_together",
 ]

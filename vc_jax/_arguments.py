@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool
 
 from ._tracing import concrete, is_concrete
 
@@ -41,14 +41,14 @@ class Inputs:
     Attributes:
       query: float [B, T, N, H].
       key, value: float [B, S, K, H].
-      scale: of the scores, float32.
+      scale: of the scores, float32 [].
       validity: which keys and queries count.
     """
 
     query: Any
     key: Any
     value: Any
-    scale: Float[Array, ""]
+    scale: Any
     validity: Validity
 
 
@@ -64,7 +64,8 @@ def refuse_unsupported(**arguments) -> None:
         "local_window_size": "the low-bit attention is global: its keys are sorted",
     }
     for name, argument in arguments.items():
-        if argument is not None and argument is not False:
+        off = argument is None or (isinstance(argument, bool | np.bool_) and not argument)
+        if not off:
             raise NotImplementedError(f"{name} is not supported: {hints[name]}")
 
 
@@ -214,12 +215,7 @@ def check_arguments(
         query, key, value = (_with_batch(x) for x in (query, key, value))
     batch, rows, heads, size = query.shape
     length = key.shape[1]
-    if scale is None:
-        scale = 1.0 / math.sqrt(size)
-    elif jnp.ndim(scale) != 0:
-        raise ValueError(f"scale must be a scalar, got shape {jnp.shape(scale)}")
-    elif is_concrete(scale) and not np.isfinite(scale):
-        raise ValueError(f"scale must be finite, got {scale}")
+    scale = _scale(scale, size)
     key_valid = _lengths("key_value_seq_lengths", key_value_seq_lengths, batch, length)
     query_valid = _lengths("query_seq_lengths", query_seq_lengths, batch, rows)
     poison, prefix = None, True
@@ -228,7 +224,24 @@ def check_arguments(
         key_valid, query_valid = _both(key_valid, masked_key), _both(query_valid, masked_query)
         prefix = False
     validity = Validity(key_valid, query_valid, poison, prefix)
-    return Inputs(query, key, value, jnp.asarray(scale, jnp.float32), validity)
+    return Inputs(query, key, value, scale, validity)
+
+
+def _scale(scale, head_dim: int):
+    """The scale of the scores, float32 []."""
+    if scale is None:
+        return jnp.float32(1.0 / math.sqrt(head_dim))
+    if not hasattr(scale, "dtype"):
+        scale = np.asarray(scale)
+    if not any(jnp.issubdtype(scale.dtype, kind) for kind in (jnp.integer, jnp.floating)):
+        raise TypeError(f"scale must be a real number, got {scale.dtype}")
+    if scale.shape != ():
+        raise ValueError(f"scale must be a scalar, got shape {scale.shape}")
+    if isinstance(scale, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((), jnp.float32)
+    if is_concrete(scale) and not np.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
+    return jnp.asarray(scale, jnp.float32)
 
 
 def _with_batch(array):

@@ -108,8 +108,12 @@ def select_implementation(request: Request, implementation: str | None) -> str:
     return chosen
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _forward(static: Static, inputs: Inputs, order: Array | None) -> tuple[Array, Array | None]:
-    """The whole call: order, kernel, and what rows that do not count return."""
+    """The whole call: order, kernel, and what rows that do not count return.
+
+    Jitted, so that a call outside of `jax.jit` does not compile its loops each time.
+    """
     validity, dtype = inputs.validity, inputs.query.dtype
     if validity.query is not None:
         query = jnp.where(validity.query[:, :, None, None], inputs.query, 0)
@@ -156,13 +160,8 @@ def _attend_backward(static: Static, saved, cotangents):
         key_valid=validity.key,
         query_valid=validity.query,
     )
-    live = (
-        query if validity.query is None else jnp.where(validity.query[:, :, None, None], query, 0)
-    )
-    product = jnp.sum(gradients[0] * live.astype(jnp.float32))
-    scale_gradient = jnp.where(scale == 0, 0.0, product / jnp.where(scale == 0, 1.0, scale))
-    arrays = (query, key, value)
-    return (*(g.astype(x.dtype) for g, x in zip(gradients, arrays)), scale_gradient, None, None)
+    arrays = (query, key, value, scale)
+    return (*(g.astype(x.dtype) for g, x in zip(gradients, arrays)), None, None)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -276,7 +275,6 @@ def explain(
     Arrays may be `jax.ShapeDtypeStruct`s. Raises what the call itself would raise for its
     arguments; an implementation that refuses is in the result's `reasons`.
     """
-    del state
     refuse_unsupported(bias=bias, is_causal=is_causal, local_window_size=local_window_size)
     config = resolve_config(config)
     inputs = check_arguments(
@@ -289,5 +287,9 @@ def explain(
         key_value_seq_lengths=key_value_seq_lengths,
     )
     _check_config(config, inputs.query.shape[-1])
+    if state is not None:
+        from ._state import check_state
+
+        check_state(state, inputs, config, layered=False)
     chosen, reasons = _choose(_request(inputs, config, return_residual), implementation)
     return Explanation(chosen, reasons, config, _device()[2])

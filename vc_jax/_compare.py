@@ -51,7 +51,10 @@ def compare(
     query: Float[Array, "b t n h"],
     key: Float[Array, "b s k h"],
     value: Float[Array, "b s k h"],
-    configs: Sequence[AttentionConfig | str] | Mapping[str, AttentionConfig | str],
+    configs: AttentionConfig
+    | str
+    | Sequence[AttentionConfig | str]
+    | Mapping[str, AttentionConfig | str],
     *,
     rows: int = 1024,
     **arguments,
@@ -60,7 +63,7 @@ def compare(
 
     Args:
       query, key, value: as in `dot_product_attention`; the caller's own tensors.
-      configs: configurations or presets' names, or a mapping of labels to them.
+      configs: configurations or presets' names, one or several, or a mapping of labels to them.
       rows: number of query rows, spread evenly over T, that are compared.
       arguments: further keyword arguments of `dot_product_attention` (mask, scale, lengths of
         keys).
@@ -78,6 +81,8 @@ def compare(
         if name in arguments:
             raise ValueError(f"{name} cannot be passed to compare")
     check_arguments(query, key, value)
+    if isinstance(configs, AttentionConfig | str):
+        configs = [configs]
     labelled = dict(configs) if isinstance(configs, Mapping) else {c: c for c in configs}
     axis = query.ndim - 3
     chosen = np.unique(np.linspace(0, query.shape[axis] - 1, rows).round().astype(int))

@@ -47,8 +47,8 @@ class AttentionConfig:
     rotate: bool = True
     smooth_values: bool = True
     clusters: int | None = None
-    lloyd_steps: int = 4
-    warm_lloyd_steps: int = 2
+    lloyd_steps: int = 3
+    warm_lloyd_steps: int = 1
 
     def __post_init__(self):
         for name, allowed in (("qk", QkFormat), ("pv", PvFormat), ("softmax", Softmax)):
@@ -73,6 +73,13 @@ class AttentionConfig:
                 "AttentionConfig.softmax must be 'exp' for NVFP4 probabilities: ExpCast maps a "
                 f"score to an E4M3 code only, got {self.softmax!r}"
             )
+        idle = {"softmax": "exp", "center_keys": False, "rotate": False, "smooth_values": False}
+        for name, off in idle.items():
+            if self.qk == "none" and getattr(self, name) != off:
+                raise ValueError(
+                    f"AttentionConfig.{name} must be {off!r} when qk is 'none': it would change "
+                    f"nothing, got {getattr(self, name)!r}"
+                )
         for name, low in (("clusters", 1), ("lloyd_steps", 1), ("warm_lloyd_steps", 0)):
             number = getattr(self, name)
             if number is None and name == "clusters":
@@ -129,10 +136,11 @@ def resolve_config(config: AttentionConfig | str) -> AttentionConfig:
 
 
 def default_clusters(kv_length: int) -> int:
-    """Clusters for S keys: about one per two and a half blocks of 128 tokens.
+    """Clusters for S keys: one per block of 128 tokens up to 128 blocks, then one per two blocks.
 
-    With fewer the clusters are wider than they need to be, with more too many blocks straddle two
-    clusters (`benchmarks/fidelity.py` has the measurements).
+    With clusters in a chain of similar ones, more of them take more energy out of the values, up to
+    about one per block; beyond half of that the gain is small, and the cost grows with their number
+    (`docs/fidelity.md` has the measurements).
     """
     blocks = -(-kv_length // BLOCK)
-    return max(1, round(blocks / 2.5))
+    return max(min(blocks, 128), blocks // 2)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float8e4m3fn, UInt8
+from jaxtyping import Array, Float, Float8e4m3fn, UInt8
 
 CODES_PER_NAT = 8.0 * math.log2(math.e)
 BETA = -0.35
@@ -21,6 +21,8 @@ BETA = -0.35
 TOP = 8.0 * 8 + 56 + BETA
 """The map's value at the row maximum, 119.65; it rounds to code 120, which is 256."""
 MAX_CODE = 120
+NAN_CODE = 127
+F16_MAX = 65504.0
 PROBABILITY_SCALE = 256.0
 """What a probability of 1 is stored as."""
 TOTAL_VARIATION_BOUND = (1 - math.sqrt(0.9290 / 1.0746)) / (1 + math.sqrt(0.9290 / 1.0746))
@@ -34,14 +36,19 @@ def expcast(log2_ratio: Float[Array, "..."]) -> UInt8[Array, "..."]:
       log2_ratio: u = (s - m)·log2(e), m the maximum of the row. -inf gives 0.
 
     Returns:
-      uint8, to be reinterpreted as `float8_e4m3fn` (`decode_codes`).
+      uint8, to be reinterpreted as `float8_e4m3fn` (`decode_codes`); a NaN stays a NaN.
 
     >>> import jax.numpy as jnp
     >>> expcast(jnp.array([0.0, -1.0, -1.6, -8.0, -14.0, -100.0, -jnp.inf])).tolist()
     [120, 112, 107, 56, 8, 0, 0]
     """
-    code = jnp.round(8.0 * log2_ratio.astype(jnp.float32) + TOP)
-    return jnp.clip(code, 0, MAX_CODE).astype(jnp.uint8)
+    return _to_byte(8.0 * log2_ratio.astype(jnp.float32) + TOP)
+
+
+def _to_byte(code: Float[Array, "..."]) -> UInt8[Array, "..."]:
+    """Codes rounded to nearest even and clipped; E4M3's NaN for a NaN, which must not be hidden."""
+    byte = jnp.clip(jnp.round(code), 0, MAX_CODE)
+    return jnp.where(jnp.isnan(code), NAN_CODE, byte).astype(jnp.uint8)
 
 
 def exp_then_cast(log2_ratio: Float[Array, "..."]) -> UInt8[Array, "..."]:
@@ -69,30 +76,22 @@ def round_to_f16(values: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def f16_multiplier(values: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Positive values rounded to float16, subnormals included, kept in float32."""
+    """Positive values rounded to float16, subnormals included, saturating, kept in float32."""
+    values = jnp.minimum(values, F16_MAX)
     subnormal = jnp.round(values * 2.0**24) * 2.0**-24
     return jnp.where(values < 2.0**-14, subnormal, round_to_f16(values))
 
 
 class Anchor(NamedTuple):
-    """How the codes of a row (or of a row and block) are computed from its scores.
+    """How the codes of a row (or of a row and step) are computed from its scores.
 
     Attributes:
-      code: the score, in codes, that maps to `TOP`; the rest of the row lies below.
-      bias: what is added to `multiplier·score`: `TOP - code` unless `wide`.
-      wide: rows of scores so large that a sum with the bias would lose them: there the largest
-        score is subtracted first. Kernels leave such calls to the reference.
+      code: the score, in codes, that maps to `TOP`; the largest is at or below it.
+      bias: `TOP - code`, which is added to `multiplier·score`.
     """
 
     code: Float[Array, "..."]
     bias: Float[Array, "..."]
-    wide: Bool[Array, "..."]
-
-
-WIDE_F16 = 2.0**14
-"""Largest score, in codes, up to which float16 scores are biased in one step (1 420 nats)."""
-WIDE_F32 = 2.0**19
-"""The same for float32 scores (45 000 nats)."""
 
 
 def anchor(largest: Float[Array, "..."], *, half: bool) -> Anchor:
@@ -101,27 +100,21 @@ def anchor(largest: Float[Array, "..."], *, half: bool) -> Anchor:
     With float16 scores (`half`) the bias is rounded to float16, never above `TOP - largest`: the
     largest code stays <= 120 however coarse float16 is there.
     """
-    wide = jnp.abs(largest) > (WIDE_F16 if half else WIDE_F32)
-    if not half:
-        return Anchor(largest, jnp.where(wide, TOP, TOP - largest), wide)
     bias = TOP - largest
-    bias = round_to_f16(bias - jnp.abs(bias) * 2.0**-11)
-    return Anchor(jnp.where(wide, largest, TOP - bias), jnp.where(wide, TOP, bias), wide)
+    if not half:
+        return Anchor(largest, bias)
+    bias = round_to_f16(jnp.clip(bias - jnp.abs(bias) * 2.0**-11, -F16_MAX, F16_MAX))
+    return Anchor(TOP - bias, bias)
 
 
 def anchored_codes(
-    scores: Float[Array, "... n"],
-    below: Float[Array, "... n"],
-    multiplier: Float[Array, "... 1"],
-    row: Anchor,
+    scores: Float[Array, "... n"], multiplier: Float[Array, "..."], row: Anchor
 ) -> UInt8[Array, "... n"]:
     """E4M3 bytes of `multiplier·score + bias` as a kernel rounds them: to float16, to an integer.
 
     Args:
       scores: products of the codes of queries and keys, float32.
-      below: `multiplier·score` minus the score the row is anchored at, in codes, for wide rows.
-      multiplier: codes per unit of score.
+      multiplier: codes per unit of score, of each or of all.
       row: the row's anchor.
     """
-    value = jnp.where(row.wide, below + TOP, multiplier * scores + row.bias)
-    return jnp.clip(jnp.round(round_to_f16(value)), 0, MAX_CODE).astype(jnp.uint8)
+    return _to_byte(round_to_f16(multiplier * scores + row.bias))

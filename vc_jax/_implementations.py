@@ -6,6 +6,7 @@ numerics are the configuration's; an implementation only changes the speed.
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,10 @@ from jaxtyping import Array, Int
 from ._arguments import Inputs
 from ._config import AttentionConfig, default_clusters
 from ._plain import plain_attention
-from ._prepare import prepare
+from ._prepare import Prepared, Prepared8, prepare
 from ._quantize import mean_key
 from ._reference import reference_attention
-from ._vsmooth import cluster_order, kmeans
+from ._vsmooth import cluster_order, kmeans, similar_clusters_together
 
 NAMES = ("hopper", "blackwell", "mma", "cudnn", "xla")
 """Names that `implementation=` takes."""
@@ -63,6 +64,8 @@ class Request:
 
 
 Result = tuple[Array, Array | None]
+Kernel = Callable[[Static, Prepared, Any], Result]
+"""Attention over prepared inputs, with the output's dtype."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,10 +89,11 @@ def key_order(
     clusters = config.clusters or default_clusters(length)
     steps = config.lloyd_steps if centroids is None else config.warm_lloyd_steps
     found = kmeans(value, clusters, steps=steps, valid=valid, centroids=centroids)
-    return cluster_order(found.labels), found.centroids
+    return cluster_order(found.labels, similar_clusters_together(found.centroids)), found.centroids
 
 
-def _quantized_xla(static: Static, inputs: Inputs, order: Array | None) -> Result:
+def _quantized(static: Static, inputs: Inputs, order: Array | None, kernel: Kernel) -> Result:
+    """Prepare the inputs, run a kernel on them, and undo what centring did to the normaliser."""
     valid, config = inputs.validity.key, static.config
     count = None if valid is None else jnp.sum(valid, 1, dtype=jnp.int32)
     mean = mean_key(inputs.key, valid) if config.center_keys else None
@@ -104,10 +108,58 @@ def _quantized_xla(static: Static, inputs: Inputs, order: Array | None) -> Resul
         key_mean=mean,
         smooth=static.smooth,
     )
-    out, lse = reference_attention(prepared, config)
-    if static.residual and mean is not None:
-        lse = lse + mean_score(inputs, mean)
+    out, lse = kernel(static, prepared, inputs.query.dtype)
+    if lse is not None:
+        scores = lse
+        if isinstance(prepared, Prepared8):
+            scores = scores * jnp.swapaxes(prepared.score_excess, 1, 2)
+        if mean is not None:
+            scores = scores + mean_score(inputs, mean)
+        lse = jnp.where(jnp.isneginf(lse), lse, scores)
     return out, lse
+
+
+def _reference_kernel(static: Static, prepared: Prepared, dtype) -> Result:
+    del dtype
+    out, lse = reference_attention(prepared, static.config)
+    return out, (lse if static.residual else None)
+
+
+def _hopper_kernel(static: Static, prepared: Prepared, dtype) -> Result:
+    from .pallas_kernels import hopper  # Pallas takes a while to import; few calls need it.
+
+    assert isinstance(prepared, Prepared8)
+    return hopper.attention(
+        *prepared[:6],
+        prepared.block_means if static.smooth else None,
+        prepared.kv_count,
+        softmax=static.config.softmax,
+        out_dtype=dtype,
+        return_residual=static.residual,
+    )
+
+
+def _run_hopper(static: Static, inputs: Inputs, order: Array | None) -> Result:
+    return _quantized(static, inputs, order, _hopper_kernel)
+
+
+def _hopper_unsupported(request: Request) -> str | None:
+    config = request.config
+    if not config.quantized:
+        return "computes quantised attention only"
+    if config.qk == "nvfp4":
+        return "has 8-bit products only, no NVFP4"
+    if request.platform != "gpu" or request.compute_capability is None:
+        return f"needs an NVIDIA GPU, this is {request.platform}"
+    if request.compute_capability != (9, 0):
+        major, minor = request.compute_capability
+        return f"needs compute capability 9.0, this GPU has {major}.{minor}"
+    from .pallas_kernels import hopper
+
+    code_dtype = jnp.int8 if config.qk == "int8" else jnp.float8_e4m3fn
+    return hopper.unsupported(
+        code_dtype, request.query.shape[-1], config.softmax, request.query.dtype
+    )
 
 
 def mean_score(inputs: Inputs, mean: Array) -> Array:
@@ -124,7 +176,7 @@ def mean_score(inputs: Inputs, mean: Array) -> Array:
 
 def _run_xla(static: Static, inputs: Inputs, order: Array | None) -> Result:
     if static.config.quantized:
-        return _quantized_xla(static, inputs, order)
+        return _quantized(static, inputs, order, _reference_kernel)
     query, key, value = inputs.query, inputs.key, inputs.value
     return plain_attention(query, key, value, scale=inputs.scale, key_valid=inputs.validity.key)
 
@@ -181,7 +233,7 @@ def _no_kernel(static: Static, inputs: Inputs, order: Array | None) -> Result:
 IMPLEMENTATIONS: dict[str, Implementation] = {
     entry.name: entry
     for entry in (
-        Implementation("hopper", _not_in_this_version, _no_kernel),
+        Implementation("hopper", _hopper_unsupported, _run_hopper),
         Implementation("blackwell", _not_in_this_version, _no_kernel),
         Implementation("mma", _not_in_this_version, _no_kernel),
         Implementation("cudnn", _cudnn_unsupported, _run_cudnn),

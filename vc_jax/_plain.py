@@ -9,6 +9,7 @@ they hold, NaN included, reaches neither a result nor a gradient.
 import math
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
@@ -100,6 +101,7 @@ def _softmax_pass(query: Array, rows: _Rows, scale: Array | float) -> tuple[Arra
     return out, (largest + jnp.log(total))[..., 0]
 
 
+@jax.jit
 def plain_attention(
     query: Float[Array, "b t n h"],
     key: Float[Array, "b s k h"],
@@ -120,6 +122,7 @@ def plain_attention(
     return _ungroup(out), _ungroup(lse[..., None])[..., 0]
 
 
+@jax.jit
 def attention_gradient(
     query: Float[Array, "b t n h"],
     key: Float[Array, "b s k h"],
@@ -129,15 +132,18 @@ def attention_gradient(
     scale: Float[Array, ""] | float,
     key_valid: Bool[Array, "b s"] | None,
     query_valid: Bool[Array, "b t"] | None,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, Array, Array, Array]:
     """Gradients of `plain_attention`'s output, recomputed block by block in float32.
 
     Invalid keys, invalid queries and rows without a valid key get exactly zero and pass none on.
 
     Returns:
-      Gradients of query, key and value, float32.
+      Gradients of query, key, value and scale, float32.
     """
     heads, length = key.shape[2], key.shape[1]
+    if key_valid is not None:
+        some = jnp.any(key_valid, 1, keepdims=True)
+        query_valid = some if query_valid is None else query_valid & some
     if query_valid is not None:
         query = jnp.where(query_valid[:, :, None, None], query, 0)
         cotangent = jnp.where(query_valid[:, :, None, None], cotangent, 0)
@@ -154,12 +160,17 @@ def attention_gradient(
         probability = jnp.exp(scores - lse)
         value_gradient = _product("bkgtj,bkgth->bkjh", probability, cotangent)
         inner = _product("bkgth,bkjh->bkgtj", cotangent, block.value)
-        score_gradient = probability * (inner - delta) * scale
+        score_gradient = probability * (inner - delta)
         query_gradient += _product("bkgtj,bkjh->bkgth", score_gradient, block.key)
         key_gradient = _product("bkgtj,bkgth->bkjh", score_gradient, query)
         return query_gradient, (key_gradient, value_gradient)
 
     start = filled(query.shape, 0, query, cotangent, *rows)
     query_gradient, blocks = lax.scan(step, start, rows)
+    scale_gradient = jnp.sum(query_gradient * query)
     key_gradient, value_gradient = (_unblock(x, length) for x in blocks)
-    return _ungroup(query_gradient), key_gradient, value_gradient
+    if key_valid is not None:
+        keep = key_valid[:, :, None, None]
+        key_gradient = jnp.where(keep, key_gradient, 0)
+        value_gradient = jnp.where(keep, value_gradient, 0)
+    return _ungroup(query_gradient) * scale, key_gradient * scale, value_gradient, scale_gradient

@@ -12,6 +12,10 @@ rounded up to steps of 256), n = P / 128 blocks. Keys and values are in the orde
 * INT8 queries and keys: scale `amax / 127` per token and per block. E4M3: codes of a token have an
   L2 norm of at most 255, so no product of two leaves float16; `key_scale` is a power of two and
   `query_scale` has 11 significant bits, so their product is exact in float16.
+* No product of a query's and a key's scale exceeds a quarter: scores stay within float16 (E4M3,
+  +-16 384 codes, 1 420 nats) and keep their resolution in float32 (INT8, 45 000 nats). Larger
+  logits are scaled down to that; keys that this brings closer are nearer to each other than the
+  number formats can tell apart there.
 * A slot without a valid key, in a step that has one, holds the codes of the first key of its
   block, or of its step if its block has none: it can raise no maximum, so a kernel needs no mask.
   Its value codes are zero. Codes and scales of steps without a valid key are zero.
@@ -33,16 +37,19 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Bool, Float, Float8e4m3fn, Int, Shaped
 
 from ._config import BLOCK, STEP, AttentionConfig
-from ._expcast import CODES_PER_NAT, f16_multiplier, round_to_f16
+from ._expcast import CODES_PER_NAT, f16_multiplier
 from ._quantize import (
     E4M3_MAX,
+    NVFP4_GROUP,
     Nvfp4,
     dequantize_nvfp4,
     group_scale,
     hadamard_rotate,
+    largest_magnitude,
     power_of_two_at_least,
     quantize_int8,
     quantize_nvfp4,
@@ -54,6 +61,8 @@ GROUP_ORDER = np.array([0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15])
 """Stored position in a group of 16 value tokens -> token of the group."""
 COUNT_ROWS = 8
 """Rows under the transposed values that count valid keys."""
+_LARGEST_UNIT = 0.25
+"""Codes that a unit of a code product may stand for."""
 _E4M3_NORM = 240.0
 """L2 norm of a token's codes before rounding; rounding adds at most 1/16: 255² < 65 504."""
 
@@ -70,6 +79,8 @@ class Prepared8(NamedTuple):
       value_scale: float32 [B, K, H].
       block_means: bfloat16 [B, K, n, H], in units of `value_scale`; zeros without V-Smooth.
       kv_count: int32 [B], valid keys.
+      score_excess: float32 [B, N, T], what a row's scores were divided by to stay within range; 1
+        but for logits beyond it. The normaliser is that of the scores times this.
     """
 
     query_codes: Shaped[Array, "b n t h"]
@@ -80,6 +91,7 @@ class Prepared8(NamedTuple):
     value_scale: Float[Array, "b k h"]
     block_means: Float[Array, "b k j h"]
     kv_count: Int[Array, " b"]
+    score_excess: Float[Array, "b n t"]
 
 
 class Prepared4(NamedTuple):
@@ -112,8 +124,8 @@ def layout_format(prepared: Prepared) -> str:
 
 
 def _block_max(values: Array) -> Array:
-    """Largest entry of each block of 128 along the last axis."""
-    return jnp.max(values.reshape(*values.shape[:-1], -1, BLOCK), -1)
+    """Largest of each block of 128 non-negative entries along the last axis."""
+    return largest_magnitude(values.reshape(*values.shape[:-1], -1, BLOCK), -1)
 
 
 def _stored_tokens(
@@ -138,8 +150,8 @@ def _gather(tokens: Float[Array, "b s k h"], source: Int[Array, "b k p"]) -> Arr
 
 
 def _block_scale(amax: Array, largest: float, live: Array) -> Array:
-    """Scales of the blocks [B, K, n]; one without a valid key has that of its step, or 0."""
-    scale = group_scale(amax, largest)
+    """Scales of the blocks [B, K, n]: 0 for keys of zeros; that of its step for a dead block."""
+    scale = jnp.where(amax == 0, 0.0, group_scale(amax, largest))
     first = jnp.repeat(scale[..., ::2], 2, -1)
     first_live = jnp.repeat(live[..., ::2], 2, -1)
     return jnp.where(live, scale, jnp.where(first_live, first, 0.0))
@@ -152,9 +164,25 @@ def _in_units(key: Array, scale: Array) -> Array:
 
 def _scale_int8(query: Array, key: Array, live: Array) -> tuple[Array, ...]:
     query_codes, query_scale = quantize_int8(query)
-    key_scale = _block_scale(_block_max(jnp.max(jnp.abs(key), -1)), 127.0, live)
+    key_scale = _block_scale(_block_max(largest_magnitude(key, -1)), 127.0, live)
     key_codes = jnp.clip(jnp.round(_in_units(key, key_scale)), -127, 127).astype(jnp.int8)
     return query_codes, query_scale[..., 0], key_codes, key_scale
+
+
+def _within_range(query_scale: Array, key_scale: Array) -> tuple[Array, Array]:
+    """Query scales whose products with a key's are within the limit, and what they lost.
+
+    One that is infinite shows that a token was, and becomes NaN.
+    """
+    unit = _by_query_head(largest_magnitude(key_scale, -1, True), query_scale)
+    limit = jnp.where(unit == 0, jnp.inf, _LARGEST_UNIT / jnp.where(unit == 0, 1.0, unit))
+    within = jnp.where(jnp.isfinite(query_scale), jnp.minimum(query_scale, limit), jnp.nan)
+    return within, query_scale / within
+
+
+def _by_query_head(of_key_heads: Array, query: Array) -> Array:
+    """[B, K, ...] repeated to [B, N, ...]."""
+    return jnp.repeat(of_key_heads, query.shape[1] // of_key_heads.shape[1], 1)
 
 
 def _scale_e4m3(query: Array, key: Array, live: Array) -> tuple[Array, ...]:
@@ -163,14 +191,12 @@ def _scale_e4m3(query: Array, key: Array, live: Array) -> tuple[Array, ...]:
     key_scale = jnp.where(key_scale == 0, 0.0, power_of_two_at_least(key_scale))
     key_codes = saturate_e4m3(_in_units(key, key_scale))
     # The largest key scale moves into the query's, which leaves products of the size of a logit.
-    unit = jnp.max(key_scale, -1, keepdims=True)
+    unit = largest_magnitude(key_scale, -1, True)
     unit = jnp.where(unit == 0, 1.0, unit)
-    groups = query.shape[1] // key.shape[1]
-    unit_by_query_head = jnp.repeat(unit, groups, 1)
-    query = query * unit_by_query_head[..., None]
+    query = query * _by_query_head(unit, query)[..., None]
     norm = _norm(query)
     # Codes of queries with next to no effect shrink instead of the multiplier leaving float16.
-    query_scale = jnp.where(norm <= 0, 1.0, jnp.maximum(norm / _E4M3_NORM, 2.0**-13))
+    query_scale = jnp.where(norm <= 0, _LARGEST_UNIT, jnp.maximum(norm / _E4M3_NORM, 2.0**-13))
     query_scale = _round_up_11_bits(query_scale)
     query_codes = saturate_e4m3(query / query_scale[..., None])
     return query_codes, query_scale, key_codes, key_scale / unit
@@ -178,14 +204,14 @@ def _scale_e4m3(query: Array, key: Array, live: Array) -> tuple[Array, ...]:
 
 def _norm(vectors: Array) -> Array:
     """L2 norm along the last axis that neither overflows nor underflows on the way."""
-    largest = jnp.max(jnp.abs(vectors), -1, keepdims=True)
+    largest = largest_magnitude(vectors, -1, True)
     unit = vectors / jnp.where(largest == 0, 1.0, largest)
     return largest[..., 0] * jnp.sqrt(jnp.sum(unit**2, -1))
 
 
 def _round_up_11_bits(scale: Array) -> Array:
     """At least `scale` and exact in float16 where that is normal."""
-    return round_to_f16(scale * (1 + 2.0**-11))
+    return lax.reduce_precision(scale * (1 + 2.0**-11), exponent_bits=8, mantissa_bits=10)
 
 
 def _scale_values(residual: Array, means: Array) -> tuple[Array, Array]:
@@ -194,8 +220,8 @@ def _scale_values(residual: Array, means: Array) -> tuple[Array, Array]:
     Residuals so small against the means that bfloat16 means are coarser anyway do not shrink the
     scale further: the means stay within a float32 accumulator whatever the values are.
     """
-    largest = jnp.max(jnp.abs(residual), 2)
-    floor = jnp.max(jnp.abs(means), 2) * 2.0**-16
+    largest = largest_magnitude(residual, 2)
+    floor = largest_magnitude(means, 2) * 2.0**-16
     scale = power_of_two_at_least(group_scale(jnp.maximum(largest, floor), E4M3_MAX))
     return scale, (means / scale[:, :, None]).astype(jnp.bfloat16)
 
@@ -235,6 +261,8 @@ def prepare(
     if not config.quantized:
         raise ValueError("config must be quantised to prepare inputs, got qk='none'")
     batch, kv_length, _, size = key.shape
+    if config.qk == "nvfp4" and size % NVFP4_GROUP:
+        raise ValueError(f"key must have a head dim that is a multiple of 16, got {size}")
     smooth = config.smooth_values if smooth is None else smooth
     scale = 1.0 / math.sqrt(size) if scale is None else scale
     count = jnp.full(batch, kv_length, jnp.int32) if kv_count is None else kv_count
@@ -269,6 +297,7 @@ def prepare(
         )
     quantize_scores = _scale_int8 if config.qk == "int8" else _scale_e4m3
     query_codes, query_scale, key_codes, key_scale = quantize_scores(query, key, live)
+    query_scale, score_excess = _within_range(query_scale, key_scale)
     value_scale, scaled_means = _scale_values(residual, means)
     codes = saturate_e4m3(jnp.swapaxes(residual, 2, 3) / value_scale[..., None])
     codes = jnp.concatenate([codes, _count_rows(valid, codes)], 2)
@@ -281,6 +310,7 @@ def prepare(
         value_scale,
         scaled_means,
         count,
+        score_excess,
     )
 
 
@@ -294,8 +324,7 @@ def _count_rows(valid: Bool[Array, "b p"], like: Array) -> Float8e4m3fn[Array, "
 
 def score_multiplier(prepared: Prepared8) -> Float[Array, "b n t j"]:
     """Codes per unit of code product, per query and block, exact in float16 for E4M3."""
-    groups = prepared.query_codes.shape[1] // prepared.key_codes.shape[1]
-    key_scale = jnp.repeat(prepared.key_scale, groups, 1)[:, :, None]
+    key_scale = _by_query_head(prepared.key_scale, prepared.query_codes)[:, :, None]
     product = prepared.query_scale[..., None] * key_scale
     return product if prepared.query_codes.dtype == jnp.int8 else f16_multiplier(product)
 

@@ -32,6 +32,18 @@ class Quantized(NamedTuple):
     scale: Float[Array, "..."]
 
 
+def largest_magnitude(
+    values: Float[Array, "..."], axis: int | tuple[int, ...] | None = None, keepdims: bool = False
+) -> Float[Array, "..."]:
+    """The largest |value| of each group, float32; a NaN is the largest of all.
+
+    Compared as integers, whose order is that of positive floats: a maximum of floats may drop a
+    NaN (XLA's CPU backend does).
+    """
+    bits = lax.bitcast_convert_type(values.astype(jnp.float32), jnp.int32) & 0x7FFFFFFF
+    return lax.bitcast_convert_type(jnp.max(bits, axis, keepdims=keepdims), jnp.float32)
+
+
 def group_scale(amax: Float[Array, "..."], largest: float) -> Float[Array, "..."]:
     """`amax / largest`; 1 for a group so small that the quotient would lose its precision.
 
@@ -62,7 +74,7 @@ def quantize_int8(values: Float[Array, "..."], axis: int | tuple[int, ...] = -1)
     [[64, -127, 32]]
     """
     values = values.astype(jnp.float32)
-    scale = group_scale(jnp.max(jnp.abs(values), axis, keepdims=True), 127.0)
+    scale = group_scale(largest_magnitude(values, axis, True), 127.0)
     return Quantized(jnp.clip(jnp.round(values / scale), -127, 127).astype(jnp.int8), scale)
 
 
@@ -78,7 +90,7 @@ def quantize_e4m3(values: Float[Array, "..."], axis: int | tuple[int, ...] = -1)
       `Quantized(codes float8_e4m3fn, scale float32)`, the scale with size 1 along `axis`.
     """
     values = values.astype(jnp.float32)
-    scale = group_scale(jnp.max(jnp.abs(values), axis, keepdims=True), E4M3_MAX)
+    scale = group_scale(largest_magnitude(values, axis, True), E4M3_MAX)
     return Quantized(saturate_e4m3(values / scale), scale)
 
 
@@ -114,8 +126,12 @@ def encode_e2m1(values: Float[Array, "..."]) -> UInt8[Array, "..."]:
 
 def decode_e2m1(codes: UInt8[Array, "..."]) -> Float[Array, "..."]:
     """The float32 values of 4-bit E2M1 codes (one code a byte, sign in bit 3)."""
-    magnitude = jnp.asarray(E2M1_VALUES)[codes & 7]
-    return jnp.where(codes & 8, -magnitude, magnitude)
+    # From the bits, not from a table: a gather is slow on a CPU.
+    bits = codes.astype(jnp.uint32)
+    exponent, mantissa = (bits >> 1) & 3, bits & 1
+    normal = lax.bitcast_convert_type((exponent + 126) << 23 | mantissa << 22, jnp.float32)
+    magnitude = jnp.where(exponent == 0, 0.5 * mantissa.astype(jnp.float32), normal)
+    return jnp.where(bits & 8, -magnitude, magnitude)
 
 
 def pack_nibbles(codes: UInt8[Array, "... n"]) -> UInt8[Array, "... n/2"]:
@@ -147,7 +163,7 @@ def quantize_nvfp4(
     if n % NVFP4_GROUP:
         raise ValueError(f"values must have a last axis that is a multiple of 16, got {n}")
     values = values.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(values), global_axes, keepdims=True)
+    largest = largest_magnitude(values, global_axes, True)
     global_scale = group_scale(largest, E4M3_MAX * E2M1_MAX)
     groups = (values / global_scale).reshape(*values.shape[:-1], n // NVFP4_GROUP, NVFP4_GROUP)
     codes, scales = nvfp4_groups(groups)
@@ -158,7 +174,7 @@ def nvfp4_groups(
     groups: Float[Array, "... g 16"],
 ) -> tuple[UInt8[Array, "... g 16"], Float8e4m3fn[Array, "... g"]]:
     """E2M1 codes (one a byte) and E4M3 scales of groups that are in units of the global scale."""
-    scales = saturate_e4m3(jnp.max(jnp.abs(groups), -1) / E2M1_MAX)
+    scales = saturate_e4m3(largest_magnitude(groups, -1) / E2M1_MAX)
     step = scales.astype(jnp.float32)[..., None]
     return encode_e2m1(jnp.where(step > 0, groups / jnp.where(step > 0, step, 1.0), 0.0)), scales
 

@@ -6,9 +6,12 @@ float32; matrix products run at highest precision. It is the oracle that kernels
 against, and the implementation `"xla"`.
 """
 
+import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
@@ -16,7 +19,6 @@ from jaxtyping import Array, Bool, Float
 from ._config import BLOCK, STEP, AttentionConfig
 from ._expcast import (
     PROBABILITY_SCALE,
-    Anchor,
     anchor,
     anchored_codes,
     decode_codes,
@@ -40,6 +42,7 @@ from ._quantize import (
 )
 from ._tracing import filled
 
+Products = Callable[[Array, Array], Array]
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
@@ -65,10 +68,17 @@ def _matmul(equation: str, *operands: Array) -> Array:
     return jnp.einsum(equation, *operands, precision=lax.Precision.HIGHEST)
 
 
-def _scores(query: Array, block: _Block, half: bool) -> tuple[Array, Array, Array]:
+def _exact_products(query: Array, key: Array) -> Array:
+    return _matmul("bkgth,bkjh->bkgtj", query, key)
+
+
+def _half_products(query: Array, key: Array) -> Array:
+    return round_to_f16(_exact_products(query, key))
+
+
+def _scores(query: Array, block: _Block, products: Products) -> tuple[Array, Array, Array]:
     """Code products, the same in codes, and their row maximum in codes over valid keys."""
-    scores = _matmul("bkgth,bkjh->bkgtj", query, block.key)
-    scores = round_to_f16(scores) if half else scores
+    scores = products(query, block.key)
     # The barrier keeps this product from being fused with the subtraction of the maximum, so that
     # the largest score minus the maximum is exactly zero.
     scaled = lax.optimization_barrier(block.multiplier * scores)
@@ -79,11 +89,6 @@ def _scores(query: Array, block: _Block, half: bool) -> tuple[Array, Array, Arra
 def _octaves(difference: Array) -> Array:
     """2 to the power of a difference in codes."""
     return jnp.exp2(difference / 8.0)
-
-
-def _expcast_codes(scores, scaled, largest, row: Anchor, multiplier) -> Array:
-    codes = anchored_codes(scores, scaled - largest, multiplier, row)
-    return decode_codes(codes)
 
 
 def _cast_exponential(scaled: Array, largest: Array) -> Array:
@@ -101,19 +106,21 @@ def _nvfp4_exponential(scaled: Array, largest: Array) -> Array:
     return decoded.reshape(probability.shape) * (PROBABILITY_SCALE / unit)
 
 
-def _step(sums: _Sums, block: _Block, query: Array, config: AttentionConfig) -> _Sums:
+def _step(
+    sums: _Sums, block: _Block, query: Array, config: AttentionConfig, products: Products
+) -> _Sums:
     half = config.qk == "e4m3"
-    scores, scaled, largest = _scores(query, block, half)
+    scores, scaled, largest = _scores(query, block, products)
     if config.softmax == "expcast":
         row = anchor(largest, half=half)
-        probability = _expcast_codes(scores, scaled, largest, row, block.multiplier)
+        probability = decode_codes(anchored_codes(scores, block.multiplier, row))
         block_anchor, old_anchor = row.code, sums.largest
         new = jnp.maximum(block_anchor, old_anchor)
         new_anchor = new
     elif config.softmax == "expcast_running":
         new = jnp.maximum(sums.largest, largest)
         row = anchor(new, half=half)
-        probability = _expcast_codes(scores, scaled, new, row, block.multiplier)
+        probability = decode_codes(anchored_codes(scores, block.multiplier, row))
         block_anchor = new_anchor = row.code
         old_anchor = anchor(sums.largest, half=half).code
     else:
@@ -125,7 +132,10 @@ def _step(sums: _Sums, block: _Block, query: Array, config: AttentionConfig) -> 
     sums_of_blocks = jnp.sum(probability.reshape(*probability.shape[:-1], 2, BLOCK), -1)
     row_sum = jnp.sum(sums_of_blocks, -1, keepdims=True)
     weighted = _matmul("bkgtj,bkhj->bkgth", probability, block.residual)
-    weighted = weighted + _matmul("bkgtj,bkjh->bkgth", sums_of_blocks, block.means)
+    # Block by block, not as a matrix product: XLA's CPU backend (jaxlib 0.11.2) returns
+    # uninitialised memory for one whose operand is a constant, as means without V-Smooth are.
+    for i in range(STEP // BLOCK):
+        weighted += sums_of_blocks[..., i : i + 1] * block.means[:, :, None, None, i]
     weight, decay = _octaves(block_anchor - new_anchor), _octaves(old_anchor - new_anchor)
     return _Sums(
         sums.weighted * decay + weighted * weight,
@@ -181,14 +191,18 @@ def _slice_block(operands: _Operands, kv_count: Array, index: Array) -> _Block:
     )
 
 
+@functools.partial(jax.jit, static_argnames=("config", "products"))
 def reference_attention(
-    prepared: Prepared, config: AttentionConfig
+    prepared: Prepared, config: AttentionConfig, *, products: Products | None = None
 ) -> tuple[Float[Array, "b t n h"], Float[Array, "b t n"]]:
     """Attention over prepared inputs, step by step.
 
     Args:
       prepared: from `prepare` with the same configuration.
       config: a quantised configuration.
+      products: how products of codes are summed over the channels, [B, K, G, T, H] and
+        [B, K, 256, H] float32 to [B, K, G, T, 256]; `None`: exactly, for E4M3 then rounded to
+        float16. A tensor core's own sums can be put in here.
 
     Returns:
       The output (float32) and the natural-log normaliser of the centred, rotated scores (float32);
@@ -200,6 +214,8 @@ def reference_attention(
     held = layout_format(prepared)
     if not config.quantized or held != config.qk:
         raise ValueError(f"prepared must be the layout of qk={config.qk!r}, got {held!r}")
+    if products is None:
+        products = _half_products if config.qk == "e4m3" else _exact_products
     operands = _operands(prepared)
     rows, like = operands.query.shape[:-1], (operands.query, operands.key, operands.residual)
     start = _Sums(
@@ -210,7 +226,7 @@ def reference_attention(
 
     def step(sums: _Sums, index: Array) -> tuple[_Sums, None]:
         block = _slice_block(operands, prepared.kv_count, index)
-        return _step(sums, block, operands.query, config), None
+        return _step(sums, block, operands.query, config, products), None
 
     sums, _ = lax.scan(step, start, jnp.arange(operands.means.shape[2] // 2))
     empty = sums.total == 0

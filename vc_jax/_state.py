@@ -5,8 +5,9 @@ at one step serves the next few. The state is a pytree of fixed structure, shape
 it goes through `lax.scan` carries, `nnx.split`, Linen collections and checkpoints.
 """
 
-import dataclasses
+import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,29 +19,28 @@ from ._attention import _check_config, _request, attend, select_implementation
 from ._config import PRESETS, AttentionConfig, default_clusters, resolve_config
 from ._implementations import Static, key_order
 from ._schedule import DenoisingSchedule
+from ._tracing import concrete, vary_together
 from ._vsmooth import sequence_order
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class AttentionState:
+class AttentionState(NamedTuple):
     """What one attention layer (or a stack of L layers) remembers between denoising steps.
 
     4·B·K·S bytes of permutation, 4·B·K·k·H of centroids and B·S of validity a layer: 12.1 MB of
-    permutation for 75 600 tokens and 40 heads. A configuration that does not cluster has arrays
-    of size 0.
+    permutation for 75 600 tokens and 40 heads. A configuration that does not cluster needs
+    B bytes.
 
     Attributes:
       permutation: int32 [(L,) B, K, S], position -> token, valid tokens first.
       centroids: float32 [(L,) B, K, k, H], where the next clustering starts.
       key_valid: bool [(L,) B, S], the keys that were valid when the order was made.
-      made: bool [(L,)], whether there is an order at all.
+      made: bool [(L,) B], whether the order comes from clustering; alike in all rows.
     """
 
     permutation: Int[Array, "*l b k s"]
     centroids: Float[Array, "*l b k c h"]
     key_valid: Bool[Array, "*l b s"]
-    made: Bool[Array, "*l"]
+    made: Bool[Array, "*l b"]
 
 
 def init_state(
@@ -76,7 +76,7 @@ def init_state(
         jnp.tile(order, (*lead, batch, kv_heads, 1)),
         jnp.zeros((*lead, batch, kv_heads, clusters, head_dim), jnp.float32),
         jnp.zeros((*lead, batch, length), bool),
-        jnp.zeros(lead, bool),
+        jnp.zeros((*lead, batch), bool),
     )
 
 
@@ -85,27 +85,34 @@ def reset(state: AttentionState) -> AttentionState:
 
     For a change of the model under the same latents, such as Wan2.2's switch of experts.
     """
-    return dataclasses.replace(state, made=jnp.zeros_like(state.made))
+    return state._replace(made=jnp.zeros_like(state.made))
 
 
-def _check_state(state, inputs: Inputs, config: AttentionConfig, layered: bool) -> None:
+def check_state(state, inputs: Inputs, config: AttentionConfig, layered: bool) -> None:
     if not isinstance(state, AttentionState):
         raise TypeError(f"state must be an AttentionState, got {type(state).__name__}")
     batch, length, heads, size = inputs.key.shape
     made = jax.eval_shape(
         lambda: init_state(config, batch, length, heads, size, layers=1 if layered else None)
     )
-    for field in dataclasses.fields(AttentionState):
-        got, want = getattr(state, field.name), getattr(made, field.name)
+    for name, got, want in zip(AttentionState._fields, state, made, strict=True):
         shape = got.shape[1:] if layered and got.ndim else got.shape
         expected = want.shape[1:] if layered else want.shape
         if shape != expected or got.ndim != want.ndim or got.dtype != want.dtype:
             lead = "layers, " if layered else ""
             raise ValueError(
-                f"state.{field.name} must be {want.dtype} [{lead}{', '.join(map(str, expected))}] "
+                f"state.{name} must be {want.dtype} [{lead}{', '.join(map(str, expected))}] "
                 f"for these keys and this configuration, got {got.dtype} {list(got.shape)}; make "
                 f"it with init_state and {'pass' if layered else 'do not pass'} layer"
             )
+
+
+def _check_index(name: str, index, size: int) -> None:
+    if jnp.ndim(index) or not jnp.issubdtype(jnp.result_type(index), jnp.integer):
+        raise TypeError(f"{name} must be an integer scalar, got {index!r}")
+    known = concrete(index)
+    if known is not None and not 0 <= known < size:
+        raise ValueError(f"{name} must be in [0, {size - 1}], got {known}")
 
 
 def _key_valid(inputs: Inputs) -> Bool[Array, "b s"]:
@@ -115,18 +122,38 @@ def _key_valid(inputs: Inputs) -> Bool[Array, "b s"]:
 
 
 def _same_keys(state: AttentionState, valid: Bool[Array, "b s"]) -> Bool[Array, ""]:
-    return state.made & jnp.all(state.key_valid == valid)
+    return jnp.all(state.made) & jnp.all(state.key_valid == valid)
+
+
+def _like(state: AttentionState, new: AttentionState, inputs: Inputs) -> AttentionState:
+    """A new state, varying over the manual mesh axes that any new state here can vary over."""
+    valid = _key_valid(inputs)
+    arrays = (new.permutation, new.centroids)
+    arrays = vary_together(*arrays, along=(inputs.value, valid, state))
+    flags = vary_together(new.key_valid, new.made, along=(valid, state.key_valid, state.made))
+    return AttentionState(*arrays, *flags)
 
 
 def order_from_state(
     state: AttentionState, inputs: Inputs, config: AttentionConfig
 ) -> Int[Array, "b k s"] | None:
     """The state's order if it was made for the same valid keys, else one made here."""
-    _check_state(state, inputs, config, layered=False)
+    check_state(state, inputs, config, layered=False)
     if not config.clustered:
         return None
+    return _order(state, inputs, config)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _order(state: AttentionState, inputs: Inputs, config: AttentionConfig) -> Array:
     same = _same_keys(state, _key_valid(inputs))
-    return lax.cond(same, lambda: state.permutation, lambda: key_order(inputs, config)[0])
+
+    def vary(order: Array) -> Array:
+        return vary_together(order, along=(inputs.value, inputs.validity.key, state))[0]
+
+    return lax.cond(
+        same, lambda: vary(state.permutation), lambda: vary(key_order(inputs, config)[0])
+    )
 
 
 def _updated(
@@ -142,19 +169,20 @@ def _updated(
     these keys and the window is over, the order of the sequence.
     """
     valid = _key_valid(inputs)
-    same = _same_keys(state, valid)
+    same, made = _same_keys(state, valid), jnp.ones_like(state.made)
 
     def cluster() -> AttentionState:
         warm, warm_centroids = key_order_warm(inputs, config, state, same)
-        return AttentionState(warm, warm_centroids, valid, jnp.ones_like(same))
+        return _like(state, AttentionState(warm, warm_centroids, valid, made), inputs)
 
     def in_sequence() -> AttentionState:
+        # Not `made`: there are no centroids that a later clustering could start from.
         order = jnp.broadcast_to(sequence_order(valid)[:, None], state.permutation.shape)
-        return AttentionState(order, state.centroids, valid, jnp.ones_like(same))
+        return _like(state, AttentionState(order, state.centroids, valid, ~made), inputs)
 
     refresh = schedule.in_window(step) & (schedule.refreshes(step) | ~same)
     choice = jnp.where(refresh, 0, jnp.where(same, 1, 2))
-    return lax.switch(choice, (cluster, lambda: state, in_sequence))
+    return lax.switch(choice, (cluster, lambda: _like(state, state, inputs), in_sequence))
 
 
 def key_order_warm(
@@ -212,11 +240,7 @@ def attention_step(
     refuse_unsupported(bias=bias, is_causal=is_causal, local_window_size=local_window_size)
     if not isinstance(schedule, DenoisingSchedule):
         raise TypeError(f"schedule must be a DenoisingSchedule, got {type(schedule).__name__}")
-    for name, index in (("step", step), ("layer", layer)):
-        if index is not None and (
-            jnp.ndim(index) or not jnp.issubdtype(jnp.result_type(index), jnp.integer)
-        ):
-            raise TypeError(f"{name} must be an integer scalar, got {index!r}")
+    _check_index("step", step, schedule.num_steps)
     config = resolve_config(config)
     inputs = check_arguments(
         query,
@@ -228,7 +252,9 @@ def attention_step(
         key_value_seq_lengths=key_value_seq_lengths,
     )
     _check_config(config, inputs.query.shape[-1])
-    _check_state(state, inputs, config, layered=layer is not None)
+    check_state(state, inputs, config, layered=layer is not None)
+    if layer is not None:
+        _check_index("layer", layer, state.made.shape[0])
     step = jnp.asarray(step)
     one = (
         state
@@ -245,6 +271,7 @@ def attention_step(
     return result, one
 
 
+@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
 def _step(inputs, state, step, schedule, config, implementation, residual):
     """Attention and state of one layer, the precision and the window chosen by the step."""
 
@@ -254,7 +281,7 @@ def _step(inputs, state, step, schedule, config, implementation, residual):
 
     def low_bit():
         if not config.clustered:
-            return run(config, implementation, False, None), state
+            return run(config, implementation, False, None), _like(state, state, inputs)
         new = _updated(state, inputs, config, step, schedule)
         result = lax.cond(
             schedule.in_window(step),
@@ -267,6 +294,6 @@ def _step(inputs, state, step, schedule, config, implementation, residual):
         return low_bit()
     return lax.cond(
         schedule.high_precision(step),
-        lambda: (run(PRESETS["bf16"], None, False, None), state),
+        lambda: (run(PRESETS["bf16"], None, False, None), _like(state, state, inputs)),
         low_bit,
     )

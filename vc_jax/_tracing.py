@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jaxtyping import Array
 
 
-def filled(shape: tuple[int, ...], fill: float, *like: Array, dtype=jnp.float32) -> Array:
+def filled(shape: tuple[int, ...], fill: float | int, *like: Array, dtype=jnp.float32) -> Array:
     """A constant array that varies over the same manual mesh axes as all of `like`.
 
     A scan whose carry starts as a plain constant is refused under `shard_map(check_vma=True)`.

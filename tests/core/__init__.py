@@ -1,0 +1,1 @@
+"""Tests of the functional core, written from its contract."""
