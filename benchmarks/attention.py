@@ -1,0 +1,256 @@
+"""The attention kernels of this machine's GPU against each other: `vc-jax bench attention`.
+
+Every kernel of a shape runs for seconds, in turns, on random inputs, with clock and power beside
+its time and its error beside both. Preparation (rotation, quantisation, clustering) is outside: it
+has its own benchmark. The FP8 matrix product of the same run is the card's own limit.
+"""
+
+import argparse
+import functools
+import pathlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import vc_jax
+
+from ..pallas_kernels import hopper
+from ._peers import available_peers
+from ._results import environment, markdown_table, write_results
+from ._timing import Candidate, Measurement, sustained
+from ._workloads import WORKLOADS, Workload, exact_rows, random_inputs, relative_error
+
+BASELINE = "FlashAttention-3 BF16"
+GEMM = "FP8 GEMM 8192³"
+DEFAULT_WORKLOADS = ("s4k-h24", "s8k-h24", "s32k-h16", "s75k-h8", "wan-720p")
+COLUMNS = (
+    "kernel",
+    "TFLOP/s",
+    "× FA3",
+    "× GEMM",
+    "ms",
+    "spread %",
+    "error %",
+    "SM MHz",
+    "W",
+    "compile s",
+)
+
+
+def gemm_candidate() -> Candidate:
+    """An 8192³ E4M3 matrix product through XLA."""
+    size = 8192
+    keys = jax.random.split(jax.random.key(7))
+    draw = jax.jit(lambda k: jax.random.normal(k, (size, size)).astype(jnp.float8_e4m3fn))
+    left, right = (draw(k) for k in keys)
+
+    @jax.jit
+    def product(left, right):
+        contract = (((1,), (1,)), ((), ()))
+        return jax.lax.dot_general(left, right, contract, preferred_element_type=jnp.bfloat16)
+
+    return Candidate(lambda: product(left, right), 2.0 * size**3)
+
+
+# Nothing here is timed, and choosing the fastest matrix products would take most of a run.
+@functools.partial(
+    jax.jit,
+    static_argnames=("preset", "smooth"),
+    compiler_options={"xla_gpu_autotune_level": 0},
+)
+def prepare_in_sequence(query, key, value, preset: str, smooth: bool) -> vc_jax.Prepared8:
+    """Inputs prepared in sequence order."""
+    config = vc_jax.PRESETS[preset]
+    mean = vc_jax.mean_key(key)
+    prepared = vc_jax.prepare(query, key, value, config, key_mean=mean, smooth=smooth)
+    assert isinstance(prepared, vc_jax.Prepared8)
+    return prepared
+
+
+def kernel_call(
+    prepared: vc_jax.Prepared8, means: bool, config: hopper.Config | None, softmax: str
+) -> Callable[[], jax.Array]:
+    """The fused kernel on prepared inputs, jitted."""
+    arrays = (*prepared[:6], prepared.block_means if means else None, prepared.kv_count)
+
+    @jax.jit
+    def run(*arrays):
+        return hopper.attention(*arrays, softmax=softmax, config=config)[0]
+
+    return lambda: run(*arrays)
+
+
+def kernels_of(
+    inputs, variants: Sequence[tuple[str, str, bool, hopper.Config | None, str]]
+) -> dict[str, Callable[[], jax.Array]]:
+    """Fused kernels by label; `variants` are (label, preset, means, config, softmax)."""
+    prepared: dict[tuple[str, bool], vc_jax.Prepared8] = {}
+    calls = {}
+    for label, preset, means, config, softmax in variants:
+        if (preset, means) not in prepared:
+            prepared[preset, means] = prepare_in_sequence(*inputs, preset, means)
+        calls[label] = kernel_call(prepared[preset, means], means, config, softmax)
+    return calls
+
+
+def standard_variants(presets: Sequence[str], softmax: str = "expcast"):
+    """With and without block means, in the kernel's default configuration."""
+    for preset in presets:
+        yield f"vc_jax {preset}", preset, True, None, softmax
+        yield f"vc_jax {preset}, no means", preset, False, None, softmax
+
+
+def measure(
+    workload: Workload,
+    variants,
+    *,
+    seconds: float,
+    rounds: int,
+    peers: dict[str, Any],
+    logit_sigma: float = 1.0,
+) -> list[dict[str, Any]]:
+    """Rows of one workload: every kernel's speed and error."""
+    inputs = random_inputs(workload, logit_sigma=logit_sigma)
+    exact, chosen = exact_rows(*inputs)
+    calls: dict[str, Callable[[], jax.Array]] = {}
+    for name, (_, attention) in peers.items():
+        calls[name] = functools.partial(jax.jit(attention), *inputs)
+    calls |= kernels_of(inputs, variants)
+    candidates, facts = {}, {}
+    for name, call in calls.items():
+        start = time.perf_counter()
+        try:
+            out = jax.block_until_ready(call())
+        except Exception as error:  # a peer that does not take this shape
+            print(f"  {name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+            continue
+        facts[name] = (time.perf_counter() - start, relative_error(out, exact, chosen))
+        del out
+        candidates[name] = Candidate(call, workload.flops)
+    candidates[GEMM] = gemm_candidate()
+    measured = sustained(candidates, seconds=seconds, rounds=rounds)
+    return [_row(workload, name, measured, facts.get(name)) for name in measured]
+
+
+def _row(workload: Workload, name: str, measured: dict[str, Measurement], facts) -> dict[str, Any]:
+    entry = measured[name]
+    base = measured.get(BASELINE)
+    compile_s, error = facts or (None, None)
+    return {
+        "workload": workload.name,
+        "kernel": name,
+        "teraflops": entry.median_teraflops,
+        "ratio_to_fa3": entry.median_teraflops / base.median_teraflops if base else None,
+        "ratio_to_gemm": entry.median_teraflops / measured[GEMM].median_teraflops,
+        "milliseconds": entry.median_ms,
+        "spread": entry.spread,
+        "relative_l2": error,
+        "clock_mhz": entry.clock_mhz,
+        "power_w": entry.power_w,
+        "compile_s": compile_s,
+        "rounds_ms": entry.milliseconds,
+    }
+
+
+def workload_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Markdown of one workload's rows."""
+    cells = [
+        (
+            row["kernel"],
+            row["teraflops"],
+            row["ratio_to_fa3"],
+            row["ratio_to_gemm"],
+            row["milliseconds"],
+            100 * row["spread"],
+            None if row["relative_l2"] is None else 100 * row["relative_l2"],
+            row["clock_mhz"],
+            row["power_w"],
+            row["compile_s"],
+        )
+        for row in rows
+    ]
+    return markdown_table(COLUMNS, cells)
+
+
+def plot_over_length(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
+    """TFLOP/s over S, a line a kernel."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    for kernel in dict.fromkeys(row["kernel"] for row in rows):
+        points = sorted(
+            (WORKLOADS[r["workload"]].length, r["teraflops"]) for r in rows if r["kernel"] == kernel
+        )
+        style = "--" if kernel == GEMM else "-"
+        axes.plot(*zip(*points, strict=True), style, marker="o", ms=3, label=kernel)
+    axes.set(xscale="log", xlabel="tokens", ylabel="TFLOP/s, sustained", ylim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7, ncols=2)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Command line of this benchmark."""
+    parse = argparse.ArgumentParser(prog="vc-jax bench attention", description=__doc__)
+    parse.add_argument(
+        "--workloads", nargs="+", choices=sorted(WORKLOADS), default=list(DEFAULT_WORKLOADS)
+    )
+    parse.add_argument("--presets", nargs="+", choices=("fp8", "int8"), default=["fp8", "int8"])
+    parse.add_argument("--softmax", choices=hopper.SOFTMAX, default="expcast")
+    parse.add_argument("--logit-sigma", type=float, default=1.0)
+    parse.add_argument("--seconds", type=float, default=2.0, help="of each kernel a round")
+    parse.add_argument("--rounds", type=int, default=3)
+    parse.add_argument("--output", type=pathlib.Path, default=pathlib.Path("benchmark-results"))
+    return parse
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; 2 when this machine has no GPU that the kernel runs on."""
+    arguments = parser().parse_args(argv)
+    reason = _missing_gpu()
+    if reason is not None:
+        print(f"vc-jax bench attention: {reason}")
+        return 2
+    peers, missing = available_peers()
+    about = environment() | {
+        "peers": {name: version for name, (version, _) in peers.items()},
+        "missing_peers": missing,
+        "seconds": arguments.seconds,
+        "rounds": arguments.rounds,
+        "logit_sigma": arguments.logit_sigma,
+        "softmax": arguments.softmax,
+    }
+    rows, parts = [], [f"# Attention kernels\n\n{about}\n"]
+    for name in arguments.workloads:
+        workload = WORKLOADS[name]
+        found = measure(
+            workload,
+            list(standard_variants(arguments.presets, arguments.softmax)),
+            seconds=arguments.seconds,
+            rounds=arguments.rounds,
+            peers=peers,
+            logit_sigma=arguments.logit_sigma,
+        )
+        rows += found
+        title = f"## {name}: S = {workload.length:,}, H = {workload.heads}, D = {workload.head_dim}"
+        parts.append(f"{title}\n\n{workload_table(found)}\n")
+        print(parts[-1], flush=True)
+    write_results(
+        arguments.output, "attention", {"environment": about, "rows": rows}, "\n".join(parts)
+    )
+    plot_over_length(rows, arguments.output / "attention.png")
+    return 0
+
+
+def _missing_gpu() -> str | None:
+    device = jax.devices()[0]
+    if str(getattr(device, "compute_capability", "")) != "9.0":
+        return f"needs a GPU of compute capability 9.0, this is {device.device_kind}"
+    return None

@@ -1,0 +1,173 @@
+"""Compile the Hopper kernel for sm_90a on a machine without a GPU and look at what comes out.
+
+Needs the CUDA plugin of the JAX version that is installed (`jax-cuda13-plugin`, `jax-cuda13-pjrt`)
+and `nvidia-cuda-nvdisasm`. Fails on a register spill, on products that the assembler serialised
+(C7512, C7513), and when the main loop lacks the tensor-core instructions it should consist of.
+
+    python -m tests.kernels.compile_check
+"""
+
+import dataclasses
+import importlib.util
+import itertools
+import os
+import pathlib
+import re
+import sys
+import tempfile
+
+os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+os.environ["MOSAIC_GPU_DUMP_SASS"] = "1"
+_FOLDER = tempfile.TemporaryDirectory()
+os.environ["MOSAIC_GPU_DUMP_TO"] = _FOLDER.name
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+from jax.experimental import topologies  # noqa: E402
+from jax.sharding import SingleDeviceSharding  # noqa: E402
+
+from vc_jax.pallas_kernels import hopper  # noqa: E402
+
+TARGET = pathlib.Path(__file__).parent / "data" / "h200.textproto"
+E4M3 = jnp.float8_e4m3fn
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A compiled form of the kernel."""
+
+    code_dtype: type = E4M3
+    head_dim: int = 128
+    softmax: str = "expcast"
+    means: bool = True
+    out_dtype: type = jnp.bfloat16
+    residual: bool = False
+    rows: int = 1000
+    length: int = 5376
+
+    def __str__(self) -> str:
+        parts = [jnp.dtype(self.code_dtype).name, f"D={self.head_dim}", self.softmax]
+        parts += ["means" if self.means else "no means", jnp.dtype(self.out_dtype).name]
+        return ", ".join(parts + ["lse"] * self.residual)
+
+    @property
+    def loop_instructions(self) -> tuple[tuple[str, int], ...]:
+        """Tensor-core instructions of one step of the main loop, by pattern and number."""
+        steps = self.head_dim // 32
+        scores = (
+            ("IGMMA.64x256x32.S8.S8", steps)
+            if self.code_dtype == jnp.int8
+            else ("QGMMA.64x256x32.F16.E4M3", steps)
+        )
+        return scores, (f"QGMMA.64x{self.head_dim + 8}x32.F32.E4M3", 8)
+
+
+def variants() -> list[Variant]:
+    """Every feature at least once, and every pair of formats and softmax."""
+    dtypes = (jnp.int8, E4M3)
+    found = [
+        Variant(code_dtype=dtype, softmax=softmax, means=means)
+        for dtype, softmax, means in itertools.product(dtypes, hopper.SOFTMAX, (True, False))
+    ]
+    for dtype in dtypes:
+        found.append(Variant(code_dtype=dtype, head_dim=64, out_dtype=jnp.float16))
+        found.append(Variant(code_dtype=dtype, out_dtype=jnp.float32, residual=True, rows=77))
+        found.append(Variant(code_dtype=dtype, rows=1, length=256, residual=True))
+    return found
+
+
+def abstract_arguments(variant: Variant, sharding) -> list[jax.ShapeDtypeStruct | None]:
+    """Arrays of the prepared layout, batch 2, four heads on two."""
+    size, length, blocks = variant.head_dim, variant.length, variant.length // 128
+
+    def array(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    return [
+        array((2, 4, variant.rows, size), variant.code_dtype),
+        array((2, 4, variant.rows), jnp.float32),
+        array((2, 2, length, size), variant.code_dtype),
+        array((2, 2, blocks), jnp.float32),
+        array((2, 2, size + 8, length), E4M3),
+        array((2, 2, size), jnp.float32),
+        array((2, 2, blocks, size), jnp.bfloat16) if variant.means else None,
+        array((2,), jnp.int32),
+    ]
+
+
+def compile_variant(variant: Variant, device) -> tuple[str, str]:
+    """The assembler's log and the machine code."""
+    folder = pathlib.Path(_FOLDER.name)
+    for old in folder.iterdir():
+        old.unlink()
+
+    def call(*arrays):
+        return hopper.attention(
+            *arrays,
+            softmax=variant.softmax,
+            out_dtype=variant.out_dtype,
+            return_residual=variant.residual,
+        )
+
+    arguments = abstract_arguments(variant, SingleDeviceSharding(device))
+    with jax.default_device(device):
+        traced = jax.jit(call).trace(*arguments)
+        traced.lower(lowering_platforms=("cuda",)).compile()
+    log = "".join(path.read_text() for path in folder.glob("*.ptxas"))
+    code = "".join(path.read_text() for path in folder.glob("*.sass*"))
+    return log, code
+
+
+def loop_bodies(code: str) -> list[str]:
+    """Text between each label and the backward branches to it."""
+    lines = code.splitlines()
+    labels = {m[1]: i for i, line in enumerate(lines) if (m := re.match(r"\s*(\.L_x_\d+):", line))}
+    bodies = []
+    for i, line in enumerate(lines):
+        jump = re.search(r"\bBRA\b.*?(\.L_x_\d+)", line)
+        if jump and labels.get(jump[1], i + 1) <= i:
+            bodies.append("\n".join(lines[labels[jump[1]] : i + 1]))
+    return bodies
+
+
+def faults(variant: Variant, log: str, code: str) -> list[str]:
+    """What is wrong with a compiled variant."""
+    found = []
+    if "0 bytes spill stores, 0 bytes spill loads" not in log:
+        found.append("registers are spilled" if "spill" in log else "no assembler log")
+    found += [f"the assembler says {c}" for c in ("C7512", "C7513") if c in log]
+    wanted = variant.loop_instructions
+    if not code:
+        found.append("no machine code to look at: is nvdisasm there?")
+    elif not any(all(body.count(p) == n for p, n in wanted) for body in loop_bodies(code)):
+        found.append(f"no loop has exactly {dict(wanted)}")
+    return found
+
+
+def _find_nvdisasm() -> None:
+    """Point Mosaic at the wheel's disassembler (it looks below its CUDA folder)."""
+    spec = importlib.util.find_spec("nvidia.cu13")
+    if spec is not None and spec.submodule_search_locations:
+        import jax.experimental.mosaic.gpu.core  # noqa: F401  (sets the variable itself)
+
+        os.environ["MOSAIC_GPU_CUDA_ROOT"] = next(iter(spec.submodule_search_locations))
+
+
+def main() -> int:
+    """Check every variant; 1 if any has a fault."""
+    _find_nvdisasm()
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=TARGET.read_text(), topology="1x1x1"
+    )
+    bad = 0
+    for variant in variants():
+        problems = faults(variant, *compile_variant(variant, topology.devices[0]))
+        print(f"{'FAULT' if problems else 'ok   '} {variant} {'; '.join(problems)}", flush=True)
+        bad += bool(problems)
+    print(f"jax {jax.__version__}: {bad} of {len(variants())} variants have faults")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
