@@ -1,0 +1,78 @@
+"""How close two videos are: PSNR, SSIM and relative L2, in NumPy.
+
+Videos are [F, height, width, C]; `psnr` and `ssim` take pixels in [0, 1].
+"""
+
+import numpy as np
+from jaxtyping import Float
+
+Video = Float[np.ndarray, "F height width C"]
+
+PSNR_LIMIT = 100.0
+"""In dB; what `psnr` returns for equal videos."""
+
+_SSIM_WINDOW = 11
+_SSIM_SIGMA = 1.5
+_SSIM_C1, _SSIM_C2 = 0.01**2, 0.03**2
+
+
+def unit_pixels(video: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
+    """Pixels in [-1, 1] to [0, 1], float64, clipped as a screen clips them."""
+    return np.clip((np.asarray(video, np.float64) + 1.0) / 2.0, 0.0, 1.0)
+
+
+def relative_l2(got: Float[np.ndarray, "..."], want: Float[np.ndarray, "..."]) -> float:
+    """|got - want| / |want|; 0 where both are zero, infinite where only `want` is."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    error, size = np.linalg.norm(got - want), np.linalg.norm(want)
+    if error == 0.0:
+        return 0.0
+    return float(error / size) if size else float("inf")
+
+
+def psnr(got: Video, want: Video) -> float:
+    """Peak signal-to-noise ratio over all frames in dB, at most `PSNR_LIMIT`."""
+    _check(got, want)
+    error = np.mean(np.square(np.asarray(got, np.float64) - np.asarray(want, np.float64)))
+    return float(min(PSNR_LIMIT, -10.0 * np.log10(max(error, 1e-300))))
+
+
+def ssim(got: Video, want: Video) -> float:
+    """Structural similarity (Wang et al., 2004), mean over windows, channels and frames.
+
+    Windows are 11x11 Gaussians of standard deviation 1.5 that lie wholly inside the frame, with
+    population moments, K1 = 0.01 and K2 = 0.03. Frames of fewer pixels get the largest odd window
+    that fits.
+    """
+    _check(got, want)
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    smallest = min(got.shape[1:3])
+    weights = _gaussian(min(_SSIM_WINDOW, smallest - 1 + smallest % 2))
+    mean_got, mean_want = _windowed(got, weights), _windowed(want, weights)
+    var_got = _windowed(got**2, weights) - mean_got**2
+    var_want = _windowed(want**2, weights) - mean_want**2
+    covariance = _windowed(got * want, weights) - mean_got * mean_want
+    luminance = (2 * mean_got * mean_want + _SSIM_C1) / (mean_got**2 + mean_want**2 + _SSIM_C1)
+    structure = (2 * covariance + _SSIM_C2) / (var_got + var_want + _SSIM_C2)
+    return float(np.mean(luminance * structure))
+
+
+def _check(got: np.ndarray, want: np.ndarray) -> None:
+    if got.shape != want.shape or got.ndim != 4 or 0 in got.shape:
+        raise ValueError(
+            f"videos must be [F, height, width, C] of one shape, got {got.shape} and {want.shape}"
+        )
+
+
+def _gaussian(length: int) -> np.ndarray:
+    offset = np.arange(length) - (length - 1) / 2
+    weights = np.exp(-0.5 * (offset / _SSIM_SIGMA) ** 2)
+    return weights / weights.sum()
+
+
+def _windowed(video: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """The weighted mean of every window inside the frame: one pass a spatial axis."""
+    for axis in (1, 2):
+        windows = np.lib.stride_tricks.sliding_window_view(video, len(weights), axis)
+        video = windows @ weights
+    return video

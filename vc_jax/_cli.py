@@ -1,0 +1,231 @@
+"""The command line, `vc-jax`.
+
+Arguments are parsed before Flax, OpenCV or a model is imported, so that `--help` and mistakes
+answer at once. Exit codes: 0 done, 2 something asked for cannot be done (one line on stderr says
+what), 130 interrupted, 143 terminated.
+"""
+
+import argparse
+import importlib
+import os
+import pathlib
+import signal
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import NoReturn
+
+BENCHMARKS = ("attention", "preprocess", "end-to-end", "fidelity")
+_PRESETS = ("bf16", "int8", "fp8", "nvfp4")
+_USAGE_ERROR, _INTERRUPTED, _TERMINATED = 2, 130, 143
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM: cleans up like Ctrl-C."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a mistake in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(_USAGE_ERROR, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all subcommands."""
+    parser = _Parser(
+        prog="vc-jax",
+        description="Low-bit attention for video diffusion transformers in JAX.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+    _add_sample(commands)
+    _add_bench(commands)
+    commands.add_parser(
+        "info",
+        help="show the device, versions, and which implementations run here",
+        description="Show the device, versions, and which implementation of the attention each "
+        "precision runs on here, and why not on the others.",
+    )
+    return parser
+
+
+def _add_sample(commands) -> None:
+    sample = commands.add_parser(
+        "sample",
+        help="sample a video with BF16 and low-bit attention and compare them",
+        description="Continue a real video with a small video DiT, once with BF16 attention and "
+        "once with each low-bit attention, from the same noise. Writes a folder with the videos "
+        "side by side (comparison.gif), contact_sheet.png, report.html and report.json.",
+        epilog="An output folder that holds nothing but an earlier run is replaced; any other "
+        "that is not empty is refused. On a CPU the default is 16 frames of 48x88 (4,224 tokens) "
+        "in 8 steps, on a GPU 16 frames of 88x160 (14,080 tokens) in 40 steps.",
+    )
+    add = sample.add_argument
+    add(
+        "--video",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="continue this video instead of the clip that ships with the package",
+    )
+    add("--start", type=int, default=0, metavar="N", help="skip N frames of the video")
+    add(
+        "--attention",
+        nargs="+",
+        default=list(_PRESETS),
+        metavar="NAME",
+        help=f"what to compare with BF16: any of {', '.join(_PRESETS)} (default: all)",
+    )
+    add("--steps", type=int, metavar="N", help="denoising steps (default: 8, on a GPU 40)")
+    add("--frames", type=int, default=16, metavar="N", help="frames of the clip (default: 16)")
+    add(
+        "--condition",
+        type=int,
+        metavar="N",
+        help="leading frames that are given (default: 4, or all but one of a shorter clip)",
+    )
+    add(
+        "--size",
+        type=_size,
+        metavar="HxW",
+        help="height and width in pixels, multiples of 4 (default: 48x88, on a GPU 88x160)",
+    )
+    add("--seed", type=int, default=0, metavar="N", help="seed of the noise (default: 0)")
+    add(
+        "--output",
+        type=pathlib.Path,
+        default=pathlib.Path("vc-jax-sample"),
+        metavar="DIR",
+        help="folder to write (default: vc-jax-sample)",
+    )
+    add(
+        "--weights",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="safetensors file to use instead of the shipped weights",
+    )
+
+
+def _add_bench(commands) -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="run a benchmark on this machine",
+        description="Run a benchmark on this machine: the attention call, its preprocessing, a "
+        "whole denoising loop, or the error against exact attention.",
+        epilog="Arguments after NAME go to the benchmark: vc-jax bench attention --help",
+    )
+    bench.add_argument("name", choices=BENCHMARKS, metavar="NAME", help=", ".join(BENCHMARKS))
+    bench.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def _size(text: str) -> tuple[int, int]:
+    """`"88x160"` to (88, 160)."""
+    try:
+        height, width = (int(part) for part in text.lower().replace("×", "x").split("x"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be HEIGHTxWIDTH, for example 88x160, got {text!r}"
+        ) from None
+    return height, width
+
+
+def _complain(command: str, message: object) -> int:
+    print(f"vc-jax {command}: {message}", file=sys.stderr)
+    return _USAGE_ERROR
+
+
+def _run_sample(arguments: argparse.Namespace) -> int:
+    try:
+        sample_job = importlib.import_module("vc_jax.models.sample_job")
+    except ImportError as error:
+        return _complain("sample", f"cannot import {error.name}: install vc-jax[video]")
+    names = [name for text in arguments.attention for name in text.split(",") if name]
+    options = sample_job.Options(
+        output=arguments.output,
+        video=arguments.video,
+        start=arguments.start,
+        attention=tuple(dict.fromkeys(names)),
+        steps=arguments.steps,
+        frames=arguments.frames,
+        condition=arguments.condition,
+        size=arguments.size,
+        seed=arguments.seed,
+        weights=arguments.weights,
+    )
+    # The report says which implementation runs.
+    warnings.filterwarnings("ignore", message="a long attention call runs on the slow XLA")
+    try:
+        record = sample_job.run(options)
+    except sample_job.InputError as error:
+        return _complain("sample", error)
+    print(sample_job.summary(record, arguments.output))
+    return 0
+
+
+def _run_bench(arguments: argparse.Namespace) -> int:
+    module = "vc_jax.benchmarks." + arguments.name.replace("-", "_")
+    try:
+        benchmark = importlib.import_module(module)
+    except ImportError as error:
+        if error.name == module:
+            return _complain("bench", f"this version has no benchmark {arguments.name!r}")
+        return _complain("bench", f"{arguments.name} needs {error.name}, which is not installed")
+    return benchmark.main(arguments.arguments) or 0
+
+
+def _run_info() -> int:
+    print(importlib.import_module("vc_jax._info").describe())
+    return 0
+
+
+def _print_version() -> int:
+    import vc_jax
+
+    print(f"vc-jax {vc_jax.__version__}")
+    return 0
+
+
+def _dispatch(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    if arguments.version:
+        return _print_version()
+    if arguments.command == "sample":
+        return _run_sample(arguments)
+    if arguments.command == "bench":
+        return _run_bench(arguments)
+    if arguments.command == "info":
+        return _run_info()
+    parser.print_help()
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit code.
+
+    Raises:
+      SystemExit: after `--help`, and with code 2 for arguments that cannot be parsed.
+    """
+    parser = make_parser()
+    arguments = parser.parse_args(argv)
+    try:
+        return _dispatch(parser, arguments)
+    except KeyboardInterrupt as interrupt:
+        terminated = isinstance(interrupt, _Terminated)
+        print("vc-jax: terminated" if terminated else "vc-jax: interrupted", file=sys.stderr)
+        return _TERMINATED if terminated else _INTERRUPTED
+
+
+def _terminate(number: int, frame: object) -> NoReturn:
+    raise _Terminated
+
+
+def entry_point() -> NoReturn:
+    """The console command: `main`, then the end of the process."""
+    signal.signal(signal.SIGTERM, _terminate)
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code in (_INTERRUPTED, _TERMINATED):
+        # A compiled function may still run in a thread that nothing can stop.
+        os._exit(code)
+    sys.exit(code)
