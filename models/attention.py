@@ -1,0 +1,163 @@
+"""How the models call attention: one argument for all of them, with the V-Smooth state.
+
+`attention=` of a model is a preset's name (`"bf16"`, `"int8"`, `"fp8"`, `"nvfp4"`), a
+`vc_jax.AttentionConfig`, or any callable with the signature of `jax.nn.dot_product_attention`
+(arrays [B, T, N, H]). It serves the self- or joint attention over video rows;
+`cross_attention=`, of the same kinds, serves attention to text and within text.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+AttentionLike = Any
+"""A preset's name, a `vc_jax.AttentionConfig` or a callable like `dot_product_attention`."""
+
+
+def attention_function(attention: AttentionLike, name: str = "attention") -> Callable[..., Any]:
+    """The function behind an `attention=` argument.
+
+    Raises:
+      ValueError: an unknown preset.
+      TypeError: not a name, configuration or callable; the message names the argument.
+    """
+    if callable(attention):
+        return attention
+    import vc_jax
+
+    if isinstance(attention, (str, vc_jax.AttentionConfig)):
+        return functools.partial(vc_jax.dot_product_attention, config=attention)
+    raise TypeError(
+        f"{name}: expected a preset's name, a vc_jax.AttentionConfig or a callable with the "
+        f"signature of jax.nn.dot_product_attention, got {type(attention).__name__}"
+    )
+
+
+def uses_state(attention: AttentionLike) -> bool:
+    """Whether an `attention=` argument clusters its values, and so gains from a state."""
+    if callable(attention):
+        return False
+    import vc_jax
+
+    if isinstance(attention, str):
+        if attention not in vc_jax.PRESETS:
+            raise ValueError(f"attention: expected one of {sorted(vc_jax.PRESETS)}")
+        attention = vc_jax.PRESETS[attention]
+    return attention.clustered
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["state", "step", "high_precision_layers", "high_precision_steps"],
+    meta_fields=["schedule"],
+)
+@dataclasses.dataclass(frozen=True)
+class AttentionControl:
+    """What one forward pass tells its self-attention calls, besides query, key and value.
+
+    Attributes:
+      state: V-Smooth state with a leading layer axis (`model.init_attention_state`), or None for
+        stateless calls. With a state, a model returns `(output, new_state)`.
+      step: number of the denoising step, an int or a traced int32; needed with `state` or
+        `high_precision_steps`.
+      high_precision_layers: bool [layers], True where a layer runs as `"bf16"`. May be traced.
+      high_precision_steps: bool [steps], True where a step runs as `"bf16"`. May be traced.
+      schedule: `vc_jax.DenoisingSchedule`, static; needed with `state`.
+    """
+
+    state: Any = None
+    step: Int[Array, ""] | int | None = None
+    high_precision_layers: Bool[Array, "layers"] | None = None
+    high_precision_steps: Bool[Array, "steps"] | None = None
+    schedule: Any = None
+
+    def per_layer(self, num_layers: int) -> tuple[Any, Bool[Array, "layers"] | None]:
+        """The state and the bf16 flag of each layer, as two pytrees with a leading layer axis.
+
+        Raises:
+          ValueError: a missing or misshapen field, by name.
+        """
+        if self.state is not None and (self.step is None or self.schedule is None):
+            raise ValueError("control.state needs control.step and control.schedule")
+        flags = self.high_precision_layers
+        if flags is not None:
+            flags = jnp.asarray(flags, bool)
+            if flags.shape != (num_layers,):
+                raise ValueError(
+                    f"control.high_precision_layers: expected [{num_layers}], got {flags.shape}"
+                )
+        if self.high_precision_steps is not None:
+            if self.step is None:
+                raise ValueError("control.high_precision_steps needs control.step")
+            by_step = jnp.asarray(self.high_precision_steps, bool)
+            count = by_step.size if self.schedule is None else self.schedule.num_steps
+            if by_step.shape != (count,):
+                raise ValueError(
+                    f"control.high_precision_steps: expected [{count}], got {by_step.shape}"
+                )
+            now = by_step[self.step]
+            flags = jnp.zeros((num_layers,), bool) if flags is None else flags
+            flags = flags | now
+        return self.state, flags
+
+
+NO_CONTROL = AttentionControl()
+
+
+def attend(
+    attention: AttentionLike,
+    query: Float[Array, "b t n h"],
+    key: Float[Array, "b s n h"],
+    value: Float[Array, "b s n h"],
+    control: AttentionControl,
+    state: Any,
+    high_precision: Bool[Array, ""] | None,
+    key_value_seq_lengths: Int[Array, "b"] | None = None,
+) -> tuple[Float[Array, "b t n h"], Any]:
+    """One self-attention call of one layer, and the layer's new state.
+
+    Args:
+      attention: the model's `attention=` argument.
+      query, key, value: after norms and RoPE.
+      control: what the whole pass shares: step and schedule.
+      state: this layer's state, or None.
+      high_precision: this layer's flag at this step; a traced branch to `"bf16"`, or None.
+      key_value_seq_lengths: valid keys of each item, if some are pads.
+
+    Raises:
+      ValueError: a state with a callable `attention`.
+    """
+    lengths: dict[str, Any] = {}
+    if key_value_seq_lengths is not None:
+        lengths["key_value_seq_lengths"] = key_value_seq_lengths
+
+    def low(query: Array, key: Array, value: Array, state: Any) -> tuple[Any, Any]:
+        if state is None:
+            return attention_function(attention)(query, key, value, **lengths), None
+        if callable(attention):
+            raise ValueError("control.state: a callable attention keeps no state; pass a preset")
+        import vc_jax
+
+        assert control.step is not None  # checked by per_layer
+        return vc_jax.attention_step(
+            query,
+            key,
+            value,
+            state,
+            step=control.step,
+            schedule=control.schedule,
+            config=attention,
+            **lengths,
+        )
+
+    def high(query: Array, key: Array, value: Array, state: Any) -> tuple[Any, Any]:
+        return attention_function("bf16")(query, key, value, **lengths), state
+
+    if high_precision is None:
+        return low(query, key, value, state)
+    return jax.lax.cond(high_precision, high, low, query, key, value, state)

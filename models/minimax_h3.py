@@ -1,0 +1,333 @@
+"""MiniMax-H3 DiT: one packed sequence of text, keyframe, audio and video rows.
+
+Facts of the architecture: diffusers' `MiniMaxH3Transformer3DModel`. There is no cross-attention
+and no mask; every row is modulated by its (timestep, modality) pair, times run from 0 (noise) to
+1 (clean), and the prediction points at the data.
+"""
+
+import dataclasses
+import math
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Float, Int
+
+from . import layers, released_layouts, schedulers
+from .attention import NO_CONTROL, AttentionControl, attend, attention_function
+from .base import VideoTransformer, run_blocks, stack_blocks
+from .minimax_packing import MODALITIES, PackedLayout
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MiniMaxH3Config:
+    """Sizes; the defaults are those of the released MiniMax-H3."""
+
+    num_layers: int = 50
+    num_refiner_layers: int = 2
+    num_heads: int = 56
+    head_dim: int = 128
+    hidden: int = 5376
+    ffn_dim: int = 14336
+    in_channels: int = 24
+    audio_channels: int = 32
+    patch: tuple[int, int, int] = (1, 2, 2)
+    text_dim: int = 5120
+    freq_dim: int = 256
+    time_hidden: int = 5376
+    time_dim: int = 2688
+    rope_freqs: int = 16
+    rope_theta: float = 10_000.0
+    epsilon: float = 1e-5
+    qk_epsilon: float = 1e-5
+    final_epsilon: float = 1e-5
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any]) -> "MiniMaxH3Config":
+        """From the `config.json` of either layout.
+
+        Raises:
+          KeyError: a size that the configuration does not give.
+        """
+        values: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):
+            names = _NAMES.get(field.name, (field.name,))
+            found = [name for name in names if name in config]
+            if found:
+                values[field.name] = config[found[0]]
+            elif field.name not in _OPTIONAL:
+                raise KeyError(f"{names[0]} is not in the config")
+        values["patch"] = tuple(values.get("patch", (1, 2, 2)))
+        return cls(**values)
+
+    def to_dict(self, layout: str) -> dict[str, Any]:
+        index = 1 if layout == "original" else 0
+        values = dataclasses.asdict(self)
+        return {"_class_name": "MiniMaxH3Transformer3DModel"} | {
+            _NAMES[name][index] if name in _NAMES else name: value for name, value in values.items()
+        }
+
+
+# Names of a field in the diffusers and in the original configuration, where they differ from ours.
+_NAMES = {
+    "num_refiner_layers": ("num_refiner_layers", "token_refiner_num_layers"),
+    "num_heads": ("num_attention_heads", "num_attention_heads"),
+    "head_dim": ("attention_head_dim", "attention_head_dim"),
+    "hidden": ("hidden_size", "hidden_size"),
+    "ffn_dim": ("ffn_dim", "ffn_hidden_size"),
+    "in_channels": ("in_channels", "latents_dim"),
+    "audio_channels": ("audio_in_channels", "audio_latents_dim"),
+    "patch": ("patch_size", "patch_size"),
+    "freq_dim": ("freq_dim", "timestep_input_dim"),
+    "time_dim": ("time_embed_dim", "time_embed_dim"),
+    "time_hidden": ("time_embed_hidden_dim", "time_embed_hidden_size"),
+    "rope_freqs": ("rope_freq_dim", "rope_inv_freq_len"),
+    "epsilon": ("norm_eps", "norm_eps"),
+    "qk_epsilon": ("qk_norm_eps", "qk_norm_eps"),
+    "final_epsilon": ("final_norm_eps", "final_norm_eps"),
+}
+
+# Constants of the model that a configuration may leave out.
+_OPTIONAL = ("patch", "rope_theta", "epsilon", "qk_epsilon", "final_epsilon")
+
+MINIMAX_H3 = MiniMaxH3Config()
+
+
+class PlainBlock(nnx.Module):
+    """Self-attention and SwiGLU with RMSNorm in front of each: a refiner block as it stands."""
+
+    def __init__(self, config: MiniMaxH3Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        width, heads, size = config.hidden, config.num_heads, config.head_dim
+        options: dict[str, Any] = {"rngs": rngs, "dtype": dtype}
+        self.norm1 = layers.RMSNorm(width, epsilon=config.epsilon)
+        self.norm2 = layers.RMSNorm(width, epsilon=config.epsilon)
+        self.qkv = layers.HeadsIn(width, 3, heads, size, bias=False, **options)
+        self.q_norm = layers.RMSNorm(size, epsilon=config.qk_epsilon)
+        self.k_norm = layers.RMSNorm(size, epsilon=config.qk_epsilon)
+        self.out = layers.HeadsOut(heads, size, width, bias=False, **options)
+        self.ffn = layers.SwiGlu(width, config.ffn_dim, **options)
+
+    def queries_keys_values(self, x: Array) -> tuple[Array, Array, Array]:
+        query, key, value = self.qkv(x)
+        return self.q_norm(query), self.k_norm(key), value
+
+    def __call__(self, x: Array, attention: Any) -> Array:
+        x = x + self.out(attention(*self.queries_keys_values(self.norm1(x))))
+        return x + self.ffn(self.norm2(x))
+
+
+class MiniMaxH3Block(PlainBlock):
+    """The same with RoPE, and shift, scale and gate for every (timestep, modality) pair."""
+
+    def __init__(self, config: MiniMaxH3Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        super().__init__(config, dtype=dtype, rngs=rngs)
+        outputs = 6 * MODALITIES * config.hidden
+        self.modulation = layers.linear(config.time_dim, outputs, rngs=rngs, dtype=dtype)
+
+    def __call__(
+        self,
+        x: Float[Array, "b s d"],
+        active: Float[Array, "times c"],
+        table_rows: Int[Array, "s"],
+        rope: tuple[Array, Array],
+        self_attention: Any,
+    ) -> tuple[Float[Array, "b s d"], Any]:
+        """`table_rows` = timestep index · 3 + modality; returns the rows and the state."""
+        table = self.modulation(active).reshape(-1, 6, x.shape[-1]).astype(jnp.float32)
+        shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = (
+            table[table_rows, index][None] for index in range(6)
+        )
+        query, key, value = self.queries_keys_values(layers.modulated(self.norm1, x, shift, scale))
+        query, key = layers.rotate_halves(query, *rope), layers.rotate_halves(key, *rope)
+        attended, state = self_attention(query, key, value)
+        x = layers.add_gated(x, self.out(attended), gate)
+        y = self.ffn(layers.modulated(self.norm2, x, ffn_shift, ffn_scale))
+        return layers.add_gated(x, y, ffn_gate), state
+
+
+class MiniMaxH3(VideoTransformer):
+    """The MiniMax-H3 transformer (text, keyframes and references to video and audio)."""
+
+    config_class: ClassVar[type] = MiniMaxH3Config
+    layouts: ClassVar = {
+        "diffusers": released_layouts.minimax_diffusers,
+        "original": released_layouts.minimax_original,
+    }
+
+    def __init__(self, config: MiniMaxH3Config, *, rngs: nnx.Rngs, **options: Any):
+        super().__init__(config, **options)
+        width, dtype, exact = config.hidden, self.dtype, jnp.float32
+        rows = config.in_channels * math.prod(config.patch)
+
+        def create(kind: type[PlainBlock]) -> Any:
+            return lambda rngs: kind(config, dtype=dtype, rngs=rngs)
+
+        # Patch projections, time embedding and heads are float32 in the release.
+        self.video_in = layers.linear(rows, width, rngs=rngs, dtype=exact)
+        self.audio_in = layers.linear(config.audio_channels, width, rngs=rngs, dtype=exact)
+        self.text_in = layers.linear(config.text_dim, width, rngs=rngs, dtype=dtype)
+        self.time_mlp = layers.Mlp(
+            config.freq_dim,
+            config.time_hidden,
+            config.time_dim,
+            jax.nn.silu,
+            rngs=rngs,
+            dtype=exact,
+        )
+        self.refiner = stack_blocks(create(PlainBlock), config.num_refiner_layers, rngs)
+        self.refiner_norm = layers.RMSNorm(width, epsilon=config.final_epsilon)
+        self.blocks = stack_blocks(create(MiniMaxH3Block), config.num_layers, rngs)
+        self.final_norm = layers.RMSNorm(width, epsilon=config.final_epsilon)
+        self.final_modulation = layers.linear(config.time_dim, 2 * width, rngs=rngs, dtype=dtype)
+        self.video_out = layers.linear(width, rows, rngs=rngs, dtype=exact)
+        self.audio_out = layers.linear(width, config.audio_channels, rngs=rngs, dtype=exact)
+
+    def time_embedding(self, timestep: ArrayLike) -> Float[Array, "times c"]:
+        """Embedding of times in [0, 1], before its SiLU."""
+        return self.time_mlp(layers.timestep_embedding(timestep, self.config.freq_dim))
+
+    def rope(self, positions: ArrayLike) -> tuple[Array, Array]:
+        """Cosines and sines [S, 3 · rope_freqs] of fractional (t, h, w) positions [S, 3]."""
+        count = self.config.rope_freqs
+        frequencies = self.config.rope_theta ** (-np.arange(count) / count)
+        angles = jnp.asarray(positions, jnp.float32)[..., None] * frequencies.astype(np.float32)
+        angles = angles.reshape(angles.shape[0], 3 * count)
+        return jnp.cos(angles), jnp.sin(angles)
+
+    def refine_text(self, text: Array) -> Array:
+        attention = attention_function(self.cross_attention, "cross_attention")
+        x = self.text_in(text.astype(self.dtype))
+
+        def body(block: PlainBlock, x: Array, _: None) -> tuple[Array, None]:
+            return block(x, attention), None
+
+        x, _ = run_blocks(self.refiner, body, x, scan=self.scan_layers)
+        return self.refiner_norm(x)
+
+    def pack(self, video: Array, audio: Array, text: Array, layout: PackedLayout) -> Array:
+        """The packed sequence [B, S, D]; `text` is already refined."""
+        packed = jnp.zeros((text.shape[0], len(layout.tags), self.config.hidden), self.dtype)
+        packed = packed.at[:, layout.text_indices].set(text)
+        video, audio = self.video_in(video), self.audio_in(audio)
+        packed = packed.at[:, layout.video_indices].set(video.astype(self.dtype))
+        return packed.at[:, layout.audio_indices].set(audio.astype(self.dtype))
+
+    def __call__(
+        self,
+        video: Float[Array, "b v p"],
+        audio: Float[Array, "b a q"],
+        text: Float[Array, "b l e"],
+        timestep: Float[Array, "times"],
+        timestep_indices: Int[Array, "s"],
+        layout: PackedLayout,
+        *,
+        control: AttentionControl | None = None,
+    ) -> Any:
+        """Data-ward velocities of the video and audio rows.
+
+        Args:
+          video: patchified rows (c, pt, ph, pw), in the order of `layout.video_indices`:
+            conditioning rows first.
+          audio: rows in the order of `layout.audio_indices`.
+          text: Qwen3-VL rows, in the order of `layout.text_indices`.
+          timestep: the distinct times of this pass, in [0, 1].
+          timestep_indices: each packed row's index into `timestep`.
+          layout: where each row stands, what it is and its rotary position.
+          control: state and policies of the self-attention.
+
+        Returns:
+          `(video [B, V, p], audio [B, A, q])` in float32, conditioning rows included; and the new
+          state as a third if `control` has one.
+
+        Raises:
+          ValueError: row counts that do not fit the layout, by argument.
+        """
+        config, control = self.config, control or NO_CONTROL
+        rows = len(layout.tags)
+        for name, array in (("video", video), ("audio", audio), ("text", text)):
+            expected = len(getattr(layout, f"{name}_indices"))
+            if array.ndim != 3 or array.shape[1] != expected:
+                raise ValueError(f"{name}: expected [B, {expected}, ...], got {array.shape}")
+        if jnp.shape(timestep_indices) != (rows,):
+            raise ValueError(
+                f"timestep_indices: expected [{rows}], got {jnp.shape(timestep_indices)}"
+            )
+        timestep_indices = jnp.asarray(timestep_indices, jnp.int32)
+        active = jax.nn.silu(self.time_embedding(timestep)).astype(self.dtype)
+        table_rows = timestep_indices * MODALITIES + jnp.asarray(layout.tags, jnp.int32)
+        rope = self.rope(layout.positions)
+        x = self.pack(video, audio, self.refine_text(text), layout)
+
+        def body(block: MiniMaxH3Block, x: Array, inputs: Any) -> tuple[Array, Any]:
+            state, flag = inputs
+
+            def self_attention(query: Array, key: Array, value: Array) -> tuple[Array, Any]:
+                return attend(self.attention, query, key, value, control, state, flag)
+
+            return block(x, active, table_rows, rope, self_attention)
+
+        x, state = run_blocks(
+            self.blocks,
+            body,
+            x,
+            control.per_layer(config.num_layers),
+            scan=self.scan_layers,
+            remat=self.remat,
+        )
+        table = self.final_modulation(active).astype(jnp.float32)
+        shift, scale = jnp.split(table[timestep_indices][None], 2, axis=-1)
+        # Each head needs its own rows only.
+        outs = []
+        for indices, head in (
+            (layout.video_indices, self.video_out),
+            (layout.audio_indices, self.audio_out),
+        ):
+            y = layers.modulated(
+                self.final_norm, x[:, indices], shift[:, indices], scale[:, indices]
+            )
+            outs.append(head(y))
+        return tuple(outs) if control.state is None else (*outs, state)
+
+    @property
+    def sampling(self) -> schedulers.Sampling:
+        return schedulers.MINIMAX
+
+    def sampling_state(self, latents: dict[str, Array], conditioning: dict[str, Any]) -> Any:
+        return self.init_attention_state(
+            latents["video"].shape[0], len(conditioning["layout"].tags)
+        )
+
+    def denoise(
+        self,
+        latents: dict[str, Array],
+        time: dict[str, Array],
+        conditioning: dict[str, Any],
+        control: AttentionControl,
+    ) -> tuple[dict[str, Array], Any]:
+        """One evaluation for the sampler, in which velocities point away from the data.
+
+        `latents` and `time` have `video` and `audio`. `conditioning`: `text`, `layout`, and with
+        keyframes `keyframe_rows` [B, C, p] (noised to `keyframe_time`, 0.999 in the release).
+        """
+        layout: PackedLayout = conditioning["layout"]
+        video = latents["video"]
+        keyframes = conditioning.get("keyframe_rows")
+        if keyframes is not None:
+            video = jnp.concatenate([keyframes.astype(video.dtype), video], axis=1)
+        fixed = jnp.asarray(conditioning.get("keyframe_time", 0.999), jnp.float32)
+        times = jnp.stack([time["video"], time["audio"], fixed])
+        video_out, audio_out, *state = self(
+            video,
+            latents["audio"],
+            conditioning["text"],
+            times,
+            jnp.asarray(layout.time_indices),
+            layout,
+            control=control,
+        )
+        count = 0 if keyframes is None else keyframes.shape[1]
+        velocity = {"video": -video_out[:, count:], "audio": -audio_out}
+        return velocity, (state[0] if state else None)

@@ -1,0 +1,233 @@
+"""`sample`: noise to latents with a ported model, as one jitted `lax.scan`.
+
+Latents in, latents out: text encoders and VAEs are the caller's own. The scan carries the
+latents, the solver's memory and the V-Smooth state; guidance runs both halves as one batch.
+"""
+
+import functools
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import ArrayLike
+from jaxtyping import Array
+
+from .attention import AttentionControl, uses_state
+from .base import VideoTransformer
+from .schedulers import Sampling
+
+Latents = Any
+"""An array [B, C, T, H, W], or a dict of arrays (MiniMax-H3: `video` and `audio` rows)."""
+
+
+def sample(
+    model: VideoTransformer,
+    latents: Latents,
+    conditioning: dict[str, Any],
+    *,
+    negative: dict[str, Any] | None = None,
+    sampling: Sampling | None = None,
+    low_noise_model: VideoTransformer | None = None,
+    schedule: Any = None,
+    high_precision_layers: ArrayLike | None = None,
+    high_precision_steps: ArrayLike | None = None,
+    progress: bool = True,
+) -> Latents:
+    """Runs a model from noise to latents.
+
+    Args:
+      model: a ported model; of Wan2.2-A14B, the high-noise expert.
+      latents: noise of the shape of the result.
+      conditioning: what the model's `denoise` names: `text` and so on.
+      negative: the same for the unconditional half; keys left out are shared.
+      sampling: steps, solver, shift, guidance; default `model.sampling`, the release's own.
+      low_noise_model: the low-noise expert of Wan2.2-A14B; needed if `sampling.boundary` is set.
+        The V-Smooth state is reset when it takes over.
+      schedule: `vc_jax.DenoisingSchedule` of a low-bit attention; default one for the steps.
+      high_precision_layers: bool [layers], True where a layer's attention runs as `"bf16"`.
+      high_precision_steps: bool [steps], likewise.
+      progress: a bar on stderr.
+
+    Returns:
+      Latents in float32.
+
+    Raises:
+      ValueError: arguments that do not fit, by name.
+    """
+    sampling = model.sampling if sampling is None else sampling
+    guided = bool(np.any(sampling.guidance_scales() != 1.0))
+    if guided and negative is None:
+        raise ValueError("negative: guidance needs it; or pass sampling with guidance=1.0")
+    if guided and isinstance(latents, dict):
+        raise ValueError("sampling.guidance: this model takes none")
+    if (sampling.boundary is not None) != (low_noise_model is not None):
+        raise ValueError("low_noise_model: needed with sampling.boundary, and only then")
+    if isinstance(latents, dict) != (sampling.audio_shift is not None):
+        raise ValueError("latents: a dict of `video` and `audio` goes with sampling.audio_shift")
+    if schedule is None and uses_state(model.attention):
+        import vc_jax
+
+        schedule = vc_jax.DenoisingSchedule(sampling.num_steps)
+    if schedule is not None and schedule.num_steps != sampling.num_steps:
+        raise ValueError(f"schedule: has {schedule.num_steps} steps, sampling {sampling.num_steps}")
+    if high_precision_steps is not None and np.shape(high_precision_steps) != (sampling.num_steps,):
+        raise ValueError(
+            f"high_precision_steps: expected [{sampling.num_steps}], "
+            f"got {np.shape(high_precision_steps)}"
+        )
+    graphs, parameters = [], []
+    for expert in (model, low_noise_model) if low_noise_model is not None else (model,):
+        graph, state = nnx.split(expert)
+        graphs.append(graph)
+        parameters.append(state)
+    if progress:
+        _bar.start(sampling.num_steps)
+    result = _run(
+        tuple(graphs),
+        sampling,
+        schedule,
+        progress,
+        parameters,
+        jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), latents),
+        conditioning,
+        negative if guided else None,
+        (high_precision_layers, high_precision_steps),
+    )
+    if progress:
+        jax.block_until_ready(result)
+        jax.effects_barrier()
+    return result
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _run(
+    graphs: tuple[Any, ...],
+    sampling: Sampling,
+    schedule: Any,
+    progress: bool,
+    parameters: list[Any],
+    latents: Latents,
+    conditioning: dict[str, Any],
+    negative: dict[str, Any] | None,
+    policies: tuple[Any, Any],
+) -> Latents:
+    model = nnx.merge(graphs[0], parameters[0])
+    both = conditioning if negative is None else _both(model, negative, conditioning, latents)
+    single = not isinstance(latents, dict)
+    shifts = {"video": sampling.shift, "audio": sampling.audio_shift}
+    parts = {"video": latents} if single else latents
+    solvers = {name: sampling.make_solver(shifts[name]) for name in parts}
+    times = {name: jnp.asarray(sampling.timesteps(shifts[name]), jnp.float32) for name in parts}
+    scales = jnp.asarray(sampling.guidance_scales(), jnp.float32)
+    high_noise = sampling.high_noise()
+    first_low = int(np.argmin(high_noise)) if len(graphs) > 1 and not high_noise.all() else None
+
+    def evaluate(which: int, parts: Any, index: Array, state: Any) -> tuple[Any, Any]:
+        expert = nnx.merge(graphs[which], parameters[which])
+        given, now = parts, {name: table[index] for name, table in times.items()}
+        if single:
+            given, now = parts["video"], now["video"]
+        given = expert.impose(given, conditioning)
+        if negative is not None:
+            given = jnp.concatenate([given, given])
+        control = AttentionControl(state, index, *policies, schedule=schedule)
+        velocity, state = expert.denoise(given, now, both, control)
+        if negative is not None:
+            velocity = _guide(velocity, scales[index], sampling.guidance_form)
+        return ({"video": velocity} if single else velocity), state
+
+    def step(carry: Any, index: Array) -> tuple[Any, None]:
+        parts, memories, state = carry
+        if len(graphs) == 1:
+            velocities, state = evaluate(0, parts, index, state)
+        else:
+            if state is not None and first_low is not None:
+                state = jax.lax.cond(index == first_low, _reset, lambda s: s, state)
+            velocities, state = jax.lax.cond(
+                jnp.asarray(high_noise)[index],
+                functools.partial(evaluate, 0),
+                functools.partial(evaluate, 1),
+                parts,
+                index,
+                state,
+            )
+        moved = {
+            name: solvers[name].step(index, parts[name], velocities[name], memories[name])
+            for name in parts
+        }
+        if progress:
+            jax.debug.callback(_bar.show, index)
+        parts = {name: pair[0] for name, pair in moved.items()}
+        return (parts, {name: pair[1] for name, pair in moved.items()}, state), None
+
+    state = None
+    if schedule is not None:
+        given = latents if negative is None else jnp.concatenate([latents, latents])
+        state = model.sampling_state(given, both)
+    memories = {name: solvers[name].init(parts[name]) for name in parts}
+    steps = jnp.arange(sampling.num_steps, dtype=jnp.int32)
+    (parts, _, _), _ = jax.lax.scan(step, (parts, memories, state), steps)
+    return model.impose(parts["video"] if single else parts, conditioning)
+
+
+def _reset(state: Any) -> Any:
+    import vc_jax
+
+    return vc_jax.reset(state)
+
+
+def _both(
+    model: VideoTransformer, negative: dict[str, Any], positive: dict[str, Any], latents: Array
+) -> dict[str, Any]:
+    """Conditioning of the doubled batch: the unconditional half first."""
+    unknown = sorted(set(negative) - set(positive))
+    if unknown:
+        raise ValueError(f"negative: {unknown} is not in conditioning")
+
+    def join(axis: int, first: Array, second: Array) -> Array:
+        # One entry for the whole batch (a cache) is left to broadcast.
+        if first is second and first.shape[axis] == 1 < latents.shape[0]:
+            return first
+        return jnp.concatenate([first, second], axis=axis)
+
+    return {
+        name: jax.tree.map(
+            functools.partial(join, model.batch_axes.get(name, 0)), negative.get(name, value), value
+        )
+        for name, value in positive.items()
+    }
+
+
+def _guide(velocity: Array, scale: Array, form: str) -> Array:
+    """Classifier-free guidance of a doubled batch, unconditional half first."""
+    without, with_text = jnp.split(velocity, 2)
+    if form == "cfg_zero":
+        axes = tuple(range(1, without.ndim))
+        dot = jnp.sum(without * with_text, axis=axes, keepdims=True)
+        without = without * (dot / (jnp.sum(without**2, axis=axes, keepdims=True) + 1e-8))
+    return without + scale * (with_text - without)
+
+
+class _Bar:
+    """A line on stderr. One object for all runs, so that a compiled run stays valid."""
+
+    def __init__(self):
+        self.total, self.began = 1, 0.0
+
+    def start(self, total: int) -> None:
+        self.total, self.began = total, time.monotonic()
+
+    def show(self, index: Any) -> None:
+        done = int(index) + 1
+        filled = 30 * done // self.total
+        seconds = time.monotonic() - self.began
+        line = f"\r[{'#' * filled:.<30}] {done}/{self.total} {seconds:.1f} s"
+        end = "\n" if done == self.total else ""
+        print(line, end=end, file=sys.stderr, flush=True)
+
+
+_bar = _Bar()
