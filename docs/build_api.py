@@ -21,7 +21,7 @@ PAGE = ROOT / "docs" / "api.md"
 
 SECTIONS = {
     "Attention": ["dot_product_attention", "explain", "Explanation", "compare", "Comparison"],
-    "Configuration": ["AttentionConfig", "PRESETS", "default_clusters"],
+    "Configuration": ["AttentionConfig", "PRESETS", "default_clusters", "default_lloyd_stride"],
     "State over denoising steps": [
         "DenoisingSchedule",
         "init_state",

@@ -6,7 +6,7 @@ length, N query heads, K key/value heads, H head dim.
 
 from ._attention import Explanation, dot_product_attention, explain
 from ._compare import Comparison, compare
-from ._config import PRESETS, AttentionConfig, default_clusters
+from ._config import PRESETS, AttentionConfig, default_clusters, default_lloyd_stride
 from ._expcast import decode_codes, exp_then_cast, expcast
 from ._plain import plain_attention
 from ._prepare import GROUP_ORDER, Prepared4, Prepared8, Restored, prepare, restore
@@ -56,6 +56,7 @@ __all__ = [
     "compare",
     "decode_codes",
     "default_clusters",
+    "default_lloyd_stride",
     "dequantize",
     "dequantize_nvfp4",
     "dot_product_attention",

@@ -120,7 +120,7 @@ def _forward(static: Static, inputs: Inputs, order: Array | None) -> tuple[Array
         inputs = dataclasses.replace(inputs, query=query)
     if static.config.quantized and order is None:
         if static.smooth:
-            order = key_order(inputs, static.config)[0]
+            order = key_order(inputs, static.config, static.implementation)[0]
         elif not validity.prefix and validity.key is not None:
             order = sequence_order(validity.key)[:, None]
     if order is not None:
@@ -247,7 +247,7 @@ def dot_product_attention(
     if state is not None:
         from ._state import order_from_state
 
-        order = order_from_state(state, inputs, config)
+        order = order_from_state(state, inputs, config, chosen)
     out, lse = attend(static, inputs, order)
     out = out.reshape(query.shape)
     return (out, lse.reshape(query.shape[:-1])) if lse is not None else out

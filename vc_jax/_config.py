@@ -35,6 +35,8 @@ class AttentionConfig:
       clusters: number of clusters; `None` takes `vc_jax.default_clusters(S)`.
       lloyd_steps: Lloyd iterations of a clustering that starts from rows of the values.
       warm_lloyd_steps: Lloyd iterations of one that starts from earlier centroids.
+      lloyd_stride: a Lloyd iteration looks at every `lloyd_stride`-th token; `None` takes
+        `vc_jax.default_lloyd_stride(S, k)`.
 
     Raises:
       ValueError: for an unknown value or a combination that is not defined, naming the field.
@@ -49,6 +51,7 @@ class AttentionConfig:
     clusters: int | None = None
     lloyd_steps: int = 3
     warm_lloyd_steps: int = 1
+    lloyd_stride: int | None = None
 
     def __post_init__(self):
         for name, allowed in (("qk", QkFormat), ("pv", PvFormat), ("softmax", Softmax)):
@@ -80,9 +83,10 @@ class AttentionConfig:
                     f"AttentionConfig.{name} must be {off!r} when qk is 'none': it would change "
                     f"nothing, got {getattr(self, name)!r}"
                 )
-        for name, low in (("clusters", 1), ("lloyd_steps", 1), ("warm_lloyd_steps", 0)):
+        least = {"clusters": 1, "lloyd_steps": 1, "warm_lloyd_steps": 0, "lloyd_stride": 1}
+        for name, low in least.items():
             number = getattr(self, name)
-            if number is None and name == "clusters":
+            if number is None and name in ("clusters", "lloyd_stride"):
                 continue
             if isinstance(number, bool) or not isinstance(number, int) or number < low:
                 raise ValueError(
@@ -144,3 +148,13 @@ def default_clusters(kv_length: int) -> int:
     """
     blocks = -(-kv_length // BLOCK)
     return max(min(blocks, 128), blocks // 2)
+
+
+def default_lloyd_stride(kv_length: int, clusters: int) -> int:
+    """Spacing of the tokens that a Lloyd iteration looks at: 64 a cluster, one in four at least.
+
+    64 tokens place a centroid well enough: block means then hold 98.6 % of the energy that they
+    hold after converged k-means over all tokens, on values of the shipped video DiT
+    (`docs/fidelity.md`).
+    """
+    return max(1, min(4, kv_length // (64 * clusters)))

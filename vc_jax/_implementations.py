@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from ._arguments import Inputs
-from ._config import AttentionConfig, default_clusters
+from ._config import AttentionConfig, default_clusters, default_lloyd_stride
+from ._fused import cluster_order_fused, key_mean_fused, prepare_fused
 from ._plain import plain_attention
 from ._prepare import Prepared, Prepared8, prepare
 from ._quantize import mean_key
@@ -77,37 +78,60 @@ class Implementation:
     run: Callable[[Static, Inputs, Int[Array, "b k s"] | None], Result]
 
 
+def fused(implementation: str, inputs: Inputs) -> bool:
+    """Whether fused kernels cluster and prepare for an implementation; otherwise XLA does."""
+    if implementation != "hopper":
+        return False
+    from .pallas_kernels import preparation
+
+    tokens = (inputs.query, inputs.key, inputs.value)
+    return preparation.unsupported(inputs.key.shape[-1], *tokens) is None
+
+
 def key_order(
-    inputs: Inputs, config: AttentionConfig, centroids: Array | None = None
+    inputs: Inputs, config: AttentionConfig, implementation: str, centroids: Array | None = None
 ) -> tuple[Int[Array, "b k s"], Array]:
     """Cluster the values: the order of the keys and the centroids [B, K, k, H]."""
-    value = jax.lax.stop_gradient(jnp.swapaxes(inputs.value, 1, 2))
-    batch, heads, length, _ = value.shape
-    valid = inputs.validity.key
-    if valid is not None:
-        valid = jnp.broadcast_to(valid[:, None], (batch, heads, length))
+    length, valid = inputs.value.shape[1], inputs.validity.key
     clusters = config.clusters or default_clusters(length)
     steps = config.lloyd_steps if centroids is None else config.warm_lloyd_steps
-    found = kmeans(value, clusters, steps=steps, valid=valid, centroids=centroids)
+    stride = config.lloyd_stride or default_lloyd_stride(length, clusters)
+    if fused(implementation, inputs):
+        return cluster_order_fused(
+            inputs.value, valid, clusters, steps, stride=stride, centroids=centroids
+        )
+    value = jax.lax.stop_gradient(jnp.swapaxes(inputs.value, 1, 2))
+    batch, heads = value.shape[:2]
+    if valid is not None:
+        valid = jnp.broadcast_to(valid[:, None], (batch, heads, length))
+    found = kmeans(value, clusters, steps=steps, stride=stride, valid=valid, centroids=centroids)
     return cluster_order(found.labels, similar_clusters_together(found.centroids)), found.centroids
+
+
+def _prepared(
+    static: Static, inputs: Inputs, order: Array | None, count: Array | None
+) -> tuple[Prepared, Array | None]:
+    """The prepared inputs and the mean that was taken from the keys."""
+    valid, config = inputs.validity.key, static.config
+    arrays = (inputs.query, inputs.key, inputs.value, config)
+    common: dict[str, Any] = {
+        "scale": inputs.scale,
+        "order": order,
+        "kv_count": count,
+        "smooth": static.smooth,
+    }
+    if fused(static.implementation, inputs):
+        mean = key_mean_fused(inputs.key, valid, count) if config.center_keys else None
+        return prepare_fused(*arrays, key_valid=valid, mean=mean, **common), mean
+    mean = mean_key(inputs.key, valid) if config.center_keys else None
+    return prepare(*arrays, key_mean=mean, **common), mean
 
 
 def _quantized(static: Static, inputs: Inputs, order: Array | None, kernel: Kernel) -> Result:
     """Prepare the inputs, run a kernel on them, and undo what centring did to the normaliser."""
-    valid, config = inputs.validity.key, static.config
+    valid = inputs.validity.key
     count = None if valid is None else jnp.sum(valid, 1, dtype=jnp.int32)
-    mean = mean_key(inputs.key, valid) if config.center_keys else None
-    prepared = prepare(
-        inputs.query,
-        inputs.key,
-        inputs.value,
-        config,
-        scale=inputs.scale,
-        order=order,
-        kv_count=count,
-        key_mean=mean,
-        smooth=static.smooth,
-    )
+    prepared, mean = _prepared(static, inputs, order, count)
     out, lse = kernel(static, prepared, inputs.query.dtype)
     if lse is not None:
         scores = lse

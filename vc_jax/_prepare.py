@@ -174,10 +174,15 @@ def _within_range(query_scale: Array, key_scale: Array) -> tuple[Array, Array]:
 
     One that is infinite shows that a token was, and becomes NaN.
     """
-    unit = _by_query_head(largest_magnitude(key_scale, -1, True), query_scale)
-    limit = jnp.where(unit == 0, jnp.inf, _LARGEST_UNIT / jnp.where(unit == 0, 1.0, unit))
+    limit = _by_query_head(largest_query_scale(key_scale), query_scale)
     within = jnp.where(jnp.isfinite(query_scale), jnp.minimum(query_scale, limit), jnp.nan)
     return within, query_scale / within
+
+
+def largest_query_scale(key_scale: Float[Array, "b k j"]) -> Float[Array, "b k 1"]:
+    """The query scale whose product with the largest key scale is at the limit."""
+    unit = largest_magnitude(key_scale, -1, True)
+    return jnp.where(unit == 0, jnp.inf, _LARGEST_UNIT / jnp.where(unit == 0, 1.0, unit))
 
 
 def _by_query_head(of_key_heads: Array, query: Array) -> Array:
@@ -214,16 +219,22 @@ def _round_up_11_bits(scale: Array) -> Array:
     return lax.reduce_precision(scale * (1 + 2.0**-11), exponent_bits=8, mantissa_bits=10)
 
 
-def _scale_values(residual: Array, means: Array) -> tuple[Array, Array]:
-    """Power-of-two scale per channel, and the means in units of it as bfloat16.
+def value_scale_of(
+    largest: Float[Array, "b k h"], means: Float[Array, "b k j h"] | None
+) -> Float[Array, "b k h"]:
+    """Power-of-two scale per channel, given its largest residual.
 
     Residuals so small against the means that bfloat16 means are coarser anyway do not shrink the
     scale further: the means stay within a float32 accumulator whatever the values are.
     """
-    largest = largest_magnitude(residual, 2)
-    floor = largest_magnitude(means, 2) * 2.0**-16
-    scale = power_of_two_at_least(group_scale(jnp.maximum(largest, floor), E4M3_MAX))
-    return scale, (means / scale[:, :, None]).astype(jnp.bfloat16)
+    if means is not None:
+        largest = jnp.maximum(largest, largest_magnitude(means, 2) * 2.0**-16)
+    return power_of_two_at_least(group_scale(largest, E4M3_MAX))
+
+
+def scaled_means(means: Float[Array, "b k j h"], scale: Float[Array, "b k h"]) -> Array:
+    """Block means in units of the value scale, bfloat16."""
+    return (means / scale[:, :, None]).astype(jnp.bfloat16)
 
 
 def _order_groups(values: Array, order: np.ndarray) -> Array:
@@ -285,20 +296,21 @@ def prepare(
         residual = value - jnp.repeat(means, BLOCK, 2)
         residual = jnp.where(valid[:, None, :, None], residual, 0.0)
     else:
-        means, residual = jnp.zeros((*value.shape[:2], live.shape[-1], size)), value
+        means, residual = None, value
+    no_means = jnp.zeros((*value.shape[:2], live.shape[-1], size), jnp.bfloat16)
 
     if config.qk == "nvfp4":
         return Prepared4(
             quantize_nvfp4(query, (-1, -2)),
             quantize_nvfp4(key, (-1, -2)),
             quantize_nvfp4(jnp.swapaxes(residual, 2, 3), (-1, -2)),
-            means.astype(jnp.bfloat16),
+            no_means if means is None else means.astype(jnp.bfloat16),
             count,
         )
     quantize_scores = _scale_int8 if config.qk == "int8" else _scale_e4m3
     query_codes, query_scale, key_codes, key_scale = quantize_scores(query, key, live)
     query_scale, score_excess = _within_range(query_scale, key_scale)
-    value_scale, scaled_means = _scale_values(residual, means)
+    value_scale = value_scale_of(largest_magnitude(residual, 2), means)
     codes = saturate_e4m3(jnp.swapaxes(residual, 2, 3) / value_scale[..., None])
     codes = jnp.concatenate([codes, _count_rows(valid, codes)], 2)
     return Prepared8(
@@ -308,7 +320,7 @@ def prepare(
         key_scale,
         _order_groups(codes, GROUP_ORDER),
         value_scale,
-        scaled_means,
+        no_means if means is None else scaled_means(means, value_scale),
         count,
         score_excess,
     )

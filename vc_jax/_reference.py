@@ -2,8 +2,8 @@
 
 It scans over steps of 256 keys, so a call holds O(T·256) scores at a time. Probabilities are
 quantised, row sums add the decoded probabilities, block means come back inside the loop, sums are
-float32; matrix products run at highest precision. It is the oracle that kernels are tested
-against, and the implementation `"xla"`.
+float32; matrix products are of codes, every product exact. It is the oracle that kernels are
+tested against, and the implementation `"xla"`.
 """
 
 import functools
@@ -35,22 +35,29 @@ from ._quantize import (
     E2M1_MAX,
     E4M3_MAX,
     NVFP4_GROUP,
+    Nvfp4,
     decode_e2m1,
-    dequantize_nvfp4,
     nvfp4_groups,
     saturate_e4m3,
+    unpack_nibbles,
 )
 from ._tracing import filled
 
 Products = Callable[[Array, Array], Array]
 LOWEST = float(jnp.finfo(jnp.float32).min)
+_NVFP4_UNIT = E4M3_MAX * E2M1_MAX
+"""What a probability of 1 is stored as in NVFP4: its group scales then use their whole range."""
 
 
 class _Block(NamedTuple):
-    """One step of 256 keys (two blocks), rows of a key head grouped as [B, K, G, T]."""
+    """One step of 256 keys (two blocks), rows of a key head grouped as [B, K, G, T].
+
+    `unit` is what a residual code of 1 stands for in units of the means; `None`: 1.
+    """
 
     key: Float[Array, "b k j h"]
     residual: Float[Array, "b k h j"]
+    unit: Float[Array, "b k 1 1"] | None
     means: Float[Array, "b k 2 h"]
     multiplier: Float[Array, "b k g t j"]
     valid: Bool[Array, "b 1 1 1 j"]
@@ -64,8 +71,31 @@ class _Sums(NamedTuple):
     largest: Float[Array, "b k g t 1"]
 
 
-def _matmul(equation: str, *operands: Array) -> Array:
-    return jnp.einsum(equation, *operands, precision=lax.Precision.HIGHEST)
+def _matmul(equation: str, left: Array, right: Array) -> Array:
+    """An einsum of two arrays of codes, float32, with exact products and float32 sums.
+
+    INT8 (up to 127), E4M3 (4 significant bits) and E2M1 times an E4M3 scale (2 + 4 bits, from 2^-10
+    to 2688) are all exact in bfloat16 (8 significant bits, float32's exponents), and so are the
+    products of two in float32 (24 bits). An NVIDIA GPU therefore multiplies them on its tensor
+    cores; elsewhere bfloat16 is no faster.
+    """
+    return lax.platform_dependent(
+        left,
+        right,
+        cuda=functools.partial(multiply_in_bfloat16, equation),
+        default=functools.partial(multiply_in_float32, equation),
+    )
+
+
+def multiply_in_bfloat16(equation: str, left: Array, right: Array) -> Array:
+    """An einsum of float32 arrays that are exact in bfloat16, with float32 sums."""
+    halves = left.astype(jnp.bfloat16), right.astype(jnp.bfloat16)
+    return jnp.einsum(equation, *halves, preferred_element_type=jnp.float32)
+
+
+def multiply_in_float32(equation: str, left: Array, right: Array) -> Array:
+    """An einsum at highest precision."""
+    return jnp.einsum(equation, left, right, precision=lax.Precision.HIGHEST)
 
 
 def _exact_products(query: Array, key: Array) -> Array:
@@ -97,13 +127,12 @@ def _cast_exponential(scaled: Array, largest: Array) -> Array:
 
 
 def _nvfp4_exponential(scaled: Array, largest: Array) -> Array:
-    """Probabilities in NVFP4 groups of 16 keys, whose E4M3 scales use their whole range."""
-    unit = E4M3_MAX * E2M1_MAX
-    probability = unit * _octaves(scaled - largest)
+    """Probabilities in NVFP4 groups of 16 keys."""
+    probability = _NVFP4_UNIT * _octaves(scaled - largest)
     groups = probability.reshape(*probability.shape[:-1], -1, NVFP4_GROUP)
     codes, scales = nvfp4_groups(groups)
     decoded = decode_e2m1(codes) * scales.astype(jnp.float32)[..., None]
-    return decoded.reshape(probability.shape) * (PROBABILITY_SCALE / unit)
+    return decoded.reshape(probability.shape)
 
 
 def _step(
@@ -132,6 +161,8 @@ def _step(
     sums_of_blocks = jnp.sum(probability.reshape(*probability.shape[:-1], 2, BLOCK), -1)
     row_sum = jnp.sum(sums_of_blocks, -1, keepdims=True)
     weighted = _matmul("bkgtj,bkhj->bkgth", probability, block.residual)
+    if block.unit is not None:
+        weighted *= block.unit[:, :, None]
     # Block by block, not as a matrix product: XLA's CPU backend (jaxlib 0.11.2) returns
     # uninitialised memory for one whose operand is a constant, as means without V-Smooth are.
     for i in range(STEP // BLOCK):
@@ -145,35 +176,44 @@ def _step(
 
 
 class _Operands(NamedTuple):
-    """Decoded operands [B, K, ...] that `_blocks` slices."""
+    """Codes [B, K, ...] that `_slice_block` slices, and their scales."""
 
     query: Float[Array, "b k g t h"]
     key: Array
     residual: Array
+    unit: Array | None
     means: Array
     multiplier: Float[Array, "b k g t j"]
     value_scale: Float[Array, "b k h"]
 
 
+def nvfp4_codes(quantized: Nvfp4) -> Float[Array, "... n"]:
+    """NVFP4 in units of its global scale, float32, all exact in bfloat16."""
+    scales = jnp.repeat(quantized.scales.astype(jnp.float32), NVFP4_GROUP, -1)
+    return decode_e2m1(unpack_nibbles(quantized.codes)) * scales
+
+
 def _operands(prepared: Prepared) -> _Operands:
     batch, heads, blocks, size = prepared.block_means.shape
-    if isinstance(prepared, Prepared4):
-        query, key = dequantize_nvfp4(prepared.query), dequantize_nvfp4(prepared.key)
-        residual = dequantize_nvfp4(prepared.value)
-        multiplier = filled((*query.shape[:3], blocks), 1, query, key)
-        value_scale = filled((batch, heads, size), 1, residual)
-    else:
-        query, key = prepared.query_codes, prepared.key_codes
-        residual, multiplier = plain_value_codes(prepared), score_multiplier(prepared)
-        value_scale = prepared.value_scale
 
     def by_key_head(rows: Array) -> Array:
         return rows.reshape(batch, heads, -1, *rows.shape[2:])
 
+    if isinstance(prepared, Prepared4):
+        query, key = nvfp4_codes(prepared.query), nvfp4_codes(prepared.key)
+        residual, unit = nvfp4_codes(prepared.value), prepared.value.global_scale
+        scale = by_key_head(prepared.query.global_scale) * prepared.key.global_scale[:, :, None]
+        # Finite, so that a product of zero codes stays zero whatever the scales are.
+        scale = jnp.minimum(scale, float(jnp.finfo(jnp.float32).max))
+        rows = by_key_head(query).shape[:-1]
+        multiplier = jnp.broadcast_to(scale, (*rows, blocks))
+        value_scale = filled((batch, heads, size), 1, residual)
+    else:
+        query, key = prepared.query_codes, prepared.key_codes
+        residual, unit = plain_value_codes(prepared), None
+        multiplier, value_scale = by_key_head(score_multiplier(prepared)), prepared.value_scale
     query = by_key_head(query.astype(jnp.float32))
-    return _Operands(
-        query, key, residual, prepared.block_means, by_key_head(multiplier), value_scale
-    )
+    return _Operands(query, key, residual, unit, prepared.block_means, multiplier, value_scale)
 
 
 def _slice_block(operands: _Operands, kv_count: Array, index: Array) -> _Block:
@@ -185,6 +225,7 @@ def _slice_block(operands: _Operands, kv_count: Array, index: Array) -> _Block:
     return _Block(
         part(operands.key, first, STEP, 2),
         part(operands.residual, first, STEP, 3),
+        operands.unit,
         part(operands.means, 2 * index, 2, 2),
         jnp.repeat(part(operands.multiplier, 2 * index, 2, 4), BLOCK, -1),
         valid[:, None, None, None],
@@ -237,7 +278,8 @@ def reference_attention(
         if (config.softmax == "expcast_running")
         else sums.largest
     )
-    lse = jnp.log(sums.total / PROBABILITY_SCALE) + top * (math.log(2.0) / 8.0)
+    one = _NVFP4_UNIT if config.pv == "nvfp4" else PROBABILITY_SCALE
+    lse = jnp.log(sums.total / one) + top * (math.log(2.0) / 8.0)
     lse = jnp.where(empty, -jnp.inf, lse)[..., 0]
     batch, heads, groups, length, size = out.shape
     out = out.reshape(batch, heads * groups, length, size)

@@ -135,24 +135,28 @@ def _like(state: AttentionState, new: AttentionState, inputs: Inputs) -> Attenti
 
 
 def order_from_state(
-    state: AttentionState, inputs: Inputs, config: AttentionConfig
+    state: AttentionState, inputs: Inputs, config: AttentionConfig, implementation: str
 ) -> Int[Array, "b k s"] | None:
     """The state's order if it was made for the same valid keys, else one made here."""
     check_state(state, inputs, config, layered=False)
     if not config.clustered:
         return None
-    return _order(state, inputs, config)
+    return _order(state, inputs, config, implementation)
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def _order(state: AttentionState, inputs: Inputs, config: AttentionConfig) -> Array:
+@functools.partial(jax.jit, static_argnames=("config", "implementation"))
+def _order(
+    state: AttentionState, inputs: Inputs, config: AttentionConfig, implementation: str
+) -> Array:
     same = _same_keys(state, _key_valid(inputs))
 
     def vary(order: Array) -> Array:
         return vary_together(order, along=(inputs.value, inputs.validity.key, state))[0]
 
     return lax.cond(
-        same, lambda: vary(state.permutation), lambda: vary(key_order(inputs, config)[0])
+        same,
+        lambda: vary(state.permutation),
+        lambda: vary(key_order(inputs, config, implementation)[0]),
     )
 
 
@@ -160,6 +164,7 @@ def _updated(
     state: AttentionState,
     inputs: Inputs,
     config: AttentionConfig,
+    implementation: str,
     step: Array,
     schedule: DenoisingSchedule,
 ) -> AttentionState:
@@ -172,7 +177,7 @@ def _updated(
     same, made = _same_keys(state, valid), jnp.ones_like(state.made)
 
     def cluster() -> AttentionState:
-        warm, warm_centroids = key_order_warm(inputs, config, state, same)
+        warm, warm_centroids = key_order_warm(inputs, config, implementation, state, same)
         return _like(state, AttentionState(warm, warm_centroids, valid, made), inputs)
 
     def in_sequence() -> AttentionState:
@@ -186,13 +191,17 @@ def _updated(
 
 
 def key_order_warm(
-    inputs: Inputs, config: AttentionConfig, state: AttentionState, warm: Bool[Array, ""]
+    inputs: Inputs,
+    config: AttentionConfig,
+    implementation: str,
+    state: AttentionState,
+    warm: Bool[Array, ""],
 ) -> tuple[Array, Array]:
     """Cluster from the state's centroids if there are any for these keys, else from scratch."""
     return lax.cond(
         warm,
-        lambda: key_order(inputs, config, state.centroids),
-        lambda: key_order(inputs, config),
+        lambda: key_order(inputs, config, implementation, state.centroids),
+        lambda: key_order(inputs, config, implementation),
     )
 
 
@@ -275,14 +284,17 @@ def attention_step(
 def _step(inputs, state, step, schedule, config, implementation, residual):
     """Attention and state of one layer, the precision and the window chosen by the step."""
 
+    def choose(numerics: AttentionConfig, name: str | None) -> str:
+        return select_implementation(_request(inputs, numerics, residual), name)
+
     def run(numerics: AttentionConfig, name: str | None, smooth: bool, order: Array | None):
-        chosen = select_implementation(_request(inputs, numerics, residual), name)
+        chosen = choose(numerics, name)
         return attend(Static(numerics, chosen, smooth, residual), inputs, order)
 
     def low_bit():
         if not config.clustered:
             return run(config, implementation, False, None), _like(state, state, inputs)
-        new = _updated(state, inputs, config, step, schedule)
+        new = _updated(state, inputs, config, choose(config, implementation), step, schedule)
         result = lax.cond(
             schedule.in_window(step),
             lambda: run(config, implementation, True, new.permutation),

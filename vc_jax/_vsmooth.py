@@ -6,6 +6,7 @@ only the rest has to be quantised. Everything here is a pure function with stati
 in a fixed order, so results do not change from run to run.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -24,8 +25,8 @@ class Clusters(NamedTuple):
     """Result of `kmeans`.
 
     Attributes:
-      labels: int32 [..., S], the nearest of `centroids` before the last update; k for an invalid
-        token, which belongs to no cluster.
+      labels: int32 [..., S], the nearest of `centroids`; k for an invalid token, which belongs to
+        no cluster.
       centroids: float32 [..., k, H].
     """
 
@@ -78,12 +79,15 @@ def _lloyd_step(chunks: Array, valid: Array, centroids: Array) -> Array:
     return jnp.where(count[:, None] > 0, total / jnp.maximum(count, 1.0)[:, None], centroids)
 
 
-def _kmeans_head(values: Array, valid: Array, centroids: Array, steps: Array | int) -> Clusters:
+def _kmeans_head(
+    values: Array, valid: Array, centroids: Array, steps: Array | int, stride: int
+) -> Clusters:
     values = jnp.where(valid[:, None], values.astype(jnp.float32), 0.0)
     length = min(_CHUNK, values.shape[0])
-    chunks, chunk_valid = _chunks(values, length), _chunks(valid, length)
+    sample, sample_valid = _chunks(values[::stride], length), _chunks(valid[::stride], length)
     start = filled((), 0, values, valid) + centroids.astype(jnp.float32)
-    centroids = lax.fori_loop(0, steps, lambda _, c: _lloyd_step(chunks, chunk_valid, c), start)
+    centroids = lax.fori_loop(0, steps, lambda _, c: _lloyd_step(sample, sample_valid, c), start)
+    chunks = _chunks(values, length)
     labels = lax.map(lambda chunk: nearest_centroid(chunk, centroids), chunks)
     labels = labels.reshape(-1)[: values.shape[0]]
     return Clusters(jnp.where(valid, labels, centroids.shape[0]), centroids)
@@ -94,6 +98,7 @@ def kmeans(
     clusters: int,
     *,
     steps: int | Int[Array, ""] = 4,
+    stride: int = 1,
     valid: Bool[Array, "*batch s"] | None = None,
     centroids: Float[Array, "*batch k h"] | None = None,
 ) -> Clusters:
@@ -107,15 +112,18 @@ def kmeans(
       values: [..., S, H], float. Bytes of invalid tokens do not matter.
       clusters: k >= 1; may exceed the number of tokens.
       steps: Lloyd steps, >= 0; may be traced.
+      stride: a Lloyd step looks at every `stride`-th token only; all tokens get a label.
       valid: [..., S]; `None`: all tokens.
       centroids: [..., k, H] to start from (warm start) instead of rows of the values.
 
     Raises:
-      ValueError: `clusters` < 1, or `valid` or `centroids` of another shape.
+      ValueError: `clusters` or `stride` < 1, or `valid` or `centroids` of another shape.
     """
     *batch, length, size = values.shape
     if clusters < 1:
         raise ValueError(f"clusters must be >= 1, got {clusters}")
+    if stride < 1:
+        raise ValueError(f"stride must be >= 1, got {stride}")
     if valid is None:
         valid = jnp.ones((*batch, length), bool)
     if valid.shape != (*batch, length):
@@ -127,7 +135,8 @@ def kmeans(
         expected = (*batch, clusters, size)
         raise ValueError(f"centroids must have shape {expected}, got {centroids.shape}")
     centroids = centroids.reshape(-1, clusters, size)
-    result = jax.vmap(lambda *x: _kmeans_head(*x, steps=steps))(values, valid, centroids)
+    head = functools.partial(_kmeans_head, steps=steps, stride=stride)
+    result = jax.vmap(head)(values, valid, centroids)
     return Clusters(*(x.reshape(*batch, *x.shape[1:]) for x in result))
 
 

@@ -100,7 +100,8 @@ def test_it_tells_the_hard_head_from_the_easy_one():
     found = vc_jax.compare(*real_heads(), {"bare": bare, "fp8": "fp8"}, rows=64)
     error = found["bare"].relative_l2[0]
     assert error[0] > 2 * error[1]
-    assert (found["fp8"].relative_l2[0] < error).all()
+    assert found["fp8"].relative_l2[0][0] < error[0] / 5
+    assert found["fp8"].relative_l2[0][1] < error[1] * 1.02
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 import vc_jax
+from vc_jax._quantize import Nvfp4
+from vc_jax._reference import multiply_in_bfloat16, multiply_in_float32, nvfp4_codes
 
 from . import oracles
 from .cases import CONFIGS, LENGTHS, attend_ragged, lse_error, ragged, real_heads, relative_l2
@@ -111,3 +113,72 @@ def test_an_eight_bit_layout_of_the_other_format_is_refused(name):
     other = {"int8": "fp8", "fp8": "int8"}[name]
     with pytest.raises(ValueError, match="prepared must be the layout"):
         vc_jax.reference_attention(prepared(other), CONFIGS[name])
+
+
+def all_nvfp4_codes():
+    """Every E2M1 code with every finite E4M3 scale: [256 scales, 16 codes]."""
+    codes = np.arange(16, dtype=np.uint8)
+    packed = np.broadcast_to(codes[0::2] | codes[1::2] << 4, (256, 8))
+    scales = jax.lax.bitcast_convert_type(jnp.arange(256, dtype=jnp.uint8), jnp.float8_e4m3fn)
+    finite = np.isfinite(np.asarray(scales, np.float32))
+    every = Nvfp4(jnp.asarray(packed[finite]), scales[finite][:, None], jnp.float32(1.0))
+    assert every.codes.shape == (254, 8)
+    return every
+
+
+def every_code(name):
+    """All values that operands of the matrix products take, float32."""
+    if name == "nvfp4":
+        return nvfp4_codes(all_nvfp4_codes())
+    if name == "int8":
+        return jnp.arange(-127, 128, dtype=jnp.float32)
+    codes = jax.lax.bitcast_convert_type(jnp.arange(256, dtype=jnp.uint8), jnp.float8_e4m3fn)
+    values = codes.astype(jnp.float32)
+    return values[jnp.isfinite(values)]
+
+
+@pytest.mark.parametrize(("name", "number"), [("nvfp4", 254 * 16), ("e4m3", 254), ("int8", 255)])
+def test_every_code_is_exact_in_bfloat16_and_every_product_of_two_in_float32(name, number):
+    codes = np.asarray(every_code(name))
+    assert codes.size == number
+    # In NumPy: XLA may drop a cast to bfloat16 and back.
+    np.testing.assert_array_equal(codes.astype(jnp.bfloat16).astype(np.float32), codes)
+    values = np.unique(codes)
+    products = np.multiply.outer(values.astype(np.float64), values)
+    np.testing.assert_array_equal(products.astype(np.float32), products)
+
+
+def test_nvfp4_codes_times_the_global_scale_are_what_the_format_stands_for():
+    every = all_nvfp4_codes()._replace(global_scale=jnp.float32(0.75))
+    np.testing.assert_array_equal(0.75 * nvfp4_codes(every), vc_jax.dequantize_nvfp4(every))
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "e4m3", "int8"])
+def test_products_in_bfloat16_are_those_in_float32_but_for_the_order_of_the_sum(name):
+    draw = np.random.default_rng(0).choice
+    left, right = (jnp.asarray(draw(np.ravel(every_code(name)), (60, 128))) for _ in range(2))
+    got = multiply_in_bfloat16("td,sd->ts", left, right)
+    want = multiply_in_float32("td,sd->ts", left, right)
+    assert got.dtype == want.dtype == jnp.float32
+    if name == "int8":  # its sums are integers below 2^24
+        np.testing.assert_array_equal(got, want)
+    size = np.abs(np.asarray(left, np.float64)) @ np.abs(np.asarray(right, np.float64)).T
+    exact = np.asarray(left, np.float64) @ np.asarray(right, np.float64).T
+    assert (np.abs(np.asarray(got) - exact) <= 128 * 2.0**-24 * size).all()
+    assert (np.abs(np.asarray(want) - exact) <= 128 * 2.0**-24 * size).all()
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8", "fp8 exp", "nvfp4"])
+def test_an_nvidia_gpu_multiplies_in_bfloat16_and_everything_else_in_float32(name):
+    layout = prepared(name.split()[0])
+    traced = jax.jit(vc_jax.reference_attention, static_argnames="config").trace(
+        layout, config=CONFIGS[name]
+    )
+    for platform, operand in (("cuda", "bf16"), ("cpu", "f32")):
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+        assert len(products) == 2
+        for line in products:
+            operands, result = line.split(" : ")[-1].split("->")
+            assert operands.count(f"x{operand}>") == 2
+            assert result.endswith("xf32>")

@@ -92,10 +92,15 @@ def test_one_compilation_serves_all_steps_and_lengths():
     assert _state._step._cache_size() == before
 
 
+STRIDE = vc_jax.default_lloyd_stride(LENGTH, 3)
+
+
 @jax.jit
 def cluster(value, steps, centroids=None):
     """Centroids and order of k-means over [B, S, K, H] values."""
-    found = vc_jax.kmeans(jnp.swapaxes(value, 1, 2), 3, steps=steps, centroids=centroids)
+    found = vc_jax.kmeans(
+        jnp.swapaxes(value, 1, 2), 3, steps=steps, stride=STRIDE, centroids=centroids
+    )
     places = vc_jax.similar_clusters_together(found.centroids)
     return found.centroids, vc_jax.cluster_order(found.labels, places)
 
@@ -139,7 +144,7 @@ def test_other_lengths_in_the_window_cluster_from_scratch():
     assert clusterings(states) == [0, 1]
     value = jnp.swapaxes(inputs(drift=1)[2], 1, 2)
     valid = jnp.asarray(oracles.prefix(RAGGED, LENGTH))[:, None]
-    cold = vc_jax.kmeans(value, 3, steps=CONFIG.lloyd_steps, valid=valid)
+    cold = vc_jax.kmeans(value, 3, steps=CONFIG.lloyd_steps, stride=STRIDE, valid=valid)
     np.testing.assert_allclose(states[1].centroids, cold.centroids, atol=1e-5)
     np.testing.assert_array_equal(states[1].permutation[1, 0, 200:], np.arange(200, 384))
     np.testing.assert_array_equal(states[1].key_valid, oracles.prefix(RAGGED, LENGTH))

@@ -1,0 +1,61 @@
+"""Launching kernels written for Pallas's Triton backend, which read rows through an index."""
+
+import warnings
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.triton as plt
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+
+def varying_axes(array: Array) -> frozenset:
+    """The manual mesh axes over which an array differs from device to device."""
+    kind = jax.typeof(array)
+    manual = getattr(kind, "manual_axis_type", None)
+    return manual.varying if manual is not None else getattr(kind, "vma", frozenset())
+
+
+def launch(
+    body: Callable,
+    grid: tuple[int, ...],
+    results: Sequence[jax.ShapeDtypeStruct],
+    arguments: Sequence[Array],
+    *,
+    warps: int = 4,
+    stages: int = 1,
+    aliases: dict[int, int] | None = None,
+    interpret: bool = False,
+) -> list[Array]:
+    """One kernel launch over whole arrays; the first axis of the grid runs fastest.
+
+    Arguments and results vary over every manual mesh axis that one of the arguments varies over.
+
+    Args:
+      aliases: argument whose memory becomes that of a result -> the result.
+    """
+    axes = frozenset().union(*map(varying_axes, arguments))
+
+    def mark(array: Array) -> Array:
+        missing = tuple(sorted(axes - varying_axes(array)))
+        return lax.pcast(array, missing, to="varying") if missing else array
+
+    kind = jax.sharding.ManualAxisType(varying=axes)
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=kind) for x in results]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*Triton backend is deprecated.*")
+        return pl.pallas_call(
+            body,
+            grid=grid,
+            out_shape=shapes,
+            input_output_aliases=aliases or {},
+            compiler_params=plt.CompilerParams(num_warps=warps, num_stages=stages),
+            interpret=interpret,
+        )(*map(mark, arguments))
+
+
+def rows_of(ref, batch, row, head):
+    """Rows [n, H] of one head of BTNH tokens."""
+    return ref.at[batch, row[:, None], head, jnp.arange(ref.shape[-1])[None, :]]
