@@ -110,7 +110,8 @@ def _bgr(image: Image) -> Image:
 def _encode(image: Image) -> bytes:
     import cv2
 
-    done, data = cv2.imencode(".png", _bgr(image), [cv2.IMWRITE_PNG_COMPRESSION, 9])
+    # Level 9 makes files 2 % smaller and takes eight times as long.
+    done, data = cv2.imencode(".png", _bgr(image), [cv2.IMWRITE_PNG_COMPRESSION, 6])
     if not done:
         raise OSError("cannot encode a PNG")
     return data.tobytes()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import functools
 import importlib.metadata
 import math
 import os
@@ -12,8 +13,10 @@ from typing import Any, Protocol
 
 import flax
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Array, Float
 
 import vc_jax
 
@@ -42,7 +45,7 @@ class _Outcome(Protocol):
     @property
     def sample_seconds(self) -> float: ...
     @property
-    def velocities(self) -> np.ndarray | None: ...
+    def velocities(self) -> Float[Array, "steps 1 F height width C"] | None: ...
     @property
     def follow_seconds(self) -> float | None: ...
 
@@ -126,8 +129,8 @@ def _method(task: Task, clip: Clip, outcome: _Outcome, reference: Path) -> dict[
     }
     if outcome.velocities is not None:
         record["to_reference"] = _closeness(sample, np.asarray(reference.final[0])[first:])
-        record["velocity_error"] = _errors(outcome.velocities, reference.velocities, first)
-        record["path_error"] = _errors(outcome.path.videos, reference.videos, first)
+        record["velocity_error"] = errors_of_steps(outcome.velocities, reference.velocities, first)
+        record["path_error"] = errors_of_steps(outcome.path.videos, reference.videos, first)
     return record
 
 
@@ -140,11 +143,24 @@ def _closeness(video: np.ndarray, other: np.ndarray) -> dict[str, float]:
     }
 
 
-def _errors(got: Any, want: Any, first: int) -> list[float]:
+Videos = Float[Array, "steps 1 F height width C"]
+
+
+def errors_of_steps(got: Videos, want: Videos, first: int) -> list[float]:
     """Relative L2 at every step over the frames that are sampled."""
-    return [
-        relative_l2(np.asarray(a)[0, first:], np.asarray(b)[0, first:]) for a, b in zip(got, want)
-    ]
+    return np.asarray(_relative_l2_of_steps(got, want, first)).tolist()
+
+
+@functools.partial(jax.jit, static_argnames="first")
+def _relative_l2_of_steps(got: Videos, want: Videos, first: int) -> Float[Array, "steps"]:
+    """`relative_l2` of the frames from `first` at every step, on the device that holds them."""
+    got, want = got[:, 0, first:], want[:, 0, first:]
+
+    def norm(videos):
+        return jnp.sqrt(jnp.sum(videos * videos, axis=(1, 2, 3, 4)))
+
+    error = norm(got - want)
+    return jnp.where(error == 0, 0.0, error / norm(want))
 
 
 def device() -> dict[str, Any]:

@@ -4,6 +4,7 @@ The output folder appears complete or not at all: everything is written into a f
 which is renamed in the end and removed if anything goes wrong.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -20,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 import vc_jax
 
@@ -32,6 +34,9 @@ FILES = ("comparison.gif", "contact_sheet.png", "report.html", "report.json")
 """What the output folder holds."""
 
 _PATCH_AND_TIME = "a video needs at least one frame to sample after its condition frames"
+
+
+Velocities = Float[Array, "steps 1 F height width C"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +83,7 @@ class Outcome:
     method: Method
     path: Path
     sample_seconds: float
-    velocities: np.ndarray | None
+    velocities: Velocities | None
     follow_seconds: float | None
 
 
@@ -108,9 +113,11 @@ def run(options: Options) -> dict[str, Any]:
         names = (REFERENCE, *(n for n in options.attention if n != REFERENCE))
         with ProgressBar(sys.stderr, names, task.steps) as bar:
             outcomes, energy = _in_thread(lambda: _measure(task, names, bar.update))
-        record = report_record.make_record(options, task, clip, outcomes, energy)
+        make_record = functools.partial(
+            report_record.make_record, options, task, clip, outcomes, energy
+        )
         try:
-            _write(folder, record, clip, outcomes)
+            record = _write(folder, make_record, clip, outcomes)
         except OSError as error:
             raise InputError(f"cannot write to {options.output}: {error}") from error
     return record
@@ -202,17 +209,20 @@ def _measure(
             outcomes[name] = Outcome(method, sampled.path, sampled.seconds, None, None)
             continue
         followed = method.follow(outcomes[REFERENCE].path.videos)
-        velocities = np.asarray(followed.path.velocities)
         outcomes[name] = Outcome(
-            method, sampled.path, sampled.seconds, velocities, followed.seconds
+            method, sampled.path, sampled.seconds, followed.path.velocities, followed.seconds
         )
     progress("values", "block means", 0)
     return outcomes, energy(outcomes[REFERENCE].path.videos)
 
 
 def _write(
-    folder: pathlib.Path, record: dict[str, Any], clip: Clip, outcomes: dict[str, Outcome]
-) -> None:
+    folder: pathlib.Path,
+    make_record: Callable[[], dict[str, Any]],
+    clip: Clip,
+    outcomes: dict[str, Outcome],
+) -> dict[str, Any]:
+    """Writes the folder and returns the record, which is made while the pictures are drawn."""
     samples = {
         name: report_images.to_bytes(np.asarray(outcome.path.final[0]))
         for name, outcome in outcomes.items()
@@ -224,15 +234,23 @@ def _write(
         for name, sample in samples.items()
         if name != REFERENCE
     }
-    report_images.write_animation(folder / "comparison.gif", clips)
     gain = report_images.DIFFERENCE_GAIN
     sheet = clips | {f"|{name} - BF16| x{gain}": d for name, d in differences.items()}
-    report_images.write_contact_sheet(folder / "contact_sheet.png", sheet)
+    # Leaving the block waits for both pictures, so none is written after the folder is gone.
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        drawn = (
+            pool.submit(report_images.write_animation, folder / "comparison.gif", clips),
+            pool.submit(report_images.write_contact_sheet, folder / "contact_sheet.png", sheet),
+        )
+        record = make_record()
+        page = report_page.make_page(record, clips, differences)
+        for picture in drawn:
+            picture.result()
     (folder / "report.json").write_text(
         json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8"
     )
-    page = report_page.make_page(record, clips, differences)
     (folder / "report.html").write_text(page, encoding="utf-8")
+    return record
 
 
 @contextlib.contextmanager

@@ -96,7 +96,8 @@ def fill_parameters(abstract: Any, tensors: dict[str, np.ndarray]) -> Any:
     if problems:
         raise ValueError("weights do not fit the model: " + "; ".join(problems))
     filled = [
-        (path, variable.replace(jnp.asarray(tensors[".".join(map(str, path))], jnp.float32)))
+        # Cast on the host: on the device each shape would compile a cast of its own.
+        (path, variable.replace(jnp.asarray(tensors[".".join(map(str, path))].astype(np.float32))))
         for path, variable in nnx.to_flat_state(abstract)
     ]
     return nnx.from_flat_state(filled)

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from vc_jax.models.report_measures import PSNR_LIMIT, psnr, relative_l2, ssim, unit_pixels
+from vc_jax.models.report_record import errors_of_steps
 
 RANDOM = np.random.default_rng(0)
 VIDEO = RANDOM.uniform(0, 1, (2, 24, 30, 3))
@@ -91,3 +92,15 @@ def test_pixels_are_clipped_like_on_a_screen():
 def test_videos_of_other_shapes_are_refused(measure):
     with pytest.raises(ValueError, match="of one shape"):
         measure(VIDEO, VIDEO[:1])
+
+
+def test_errors_of_steps_are_those_of_the_sampled_frames_alone():
+    want = RANDOM.normal(size=(4, 1, 5, 8, 12, 3)).astype(np.float32)
+    got = want + RANDOM.normal(size=want.shape).astype(np.float32)
+    got[1, :, 2:] = want[1, :, 2:]  # differs in the given frames only
+    want[2, :, 2:] = 0.0
+    got[3, 0, 4, 0, 0, 0] = np.nan
+    errors = errors_of_steps(got, want, 2)
+    assert errors[0] == pytest.approx(relative_l2(got[0, 0, 2:], want[0, 0, 2:]), rel=1e-5)
+    assert errors[1:3] == [0.0, np.inf]
+    assert np.isnan(errors[3])
