@@ -7,6 +7,7 @@ for seconds, candidates take turns, and clock and power are sampled while they r
 import contextlib
 import dataclasses
 import importlib
+import math
 import statistics
 import threading
 import time
@@ -107,24 +108,56 @@ def _repeat(candidate: Candidate, times: int) -> float:
     return time.perf_counter() - start
 
 
+def _estimate(candidate: Candidate) -> float:
+    """Seconds of one execution, the first one not counted."""
+    _repeat(candidate, 1)
+    once = _repeat(candidate, 1)
+    return once if once > 0.1 else _repeat(candidate, 3) / 3
+
+
 def sustained(
-    candidates: Mapping[str, Candidate], *, seconds: float = 2.0, rounds: int = 3
+    candidates: Mapping[str, Candidate],
+    *,
+    seconds: float = 2.0,
+    rounds: int = 3,
+    estimates: Mapping[str, float] | None = None,
+    deadline: float = math.inf,
 ) -> dict[str, Measurement]:
-    """Time candidates in turns, each for `seconds` a round after a warm-up of a third of that."""
+    """Time candidates in turns, each for `seconds` a round after a warm-up of a third of that.
+
+    Args:
+      candidates: what to time, by name.
+      seconds: of each candidate in a round.
+      rounds: how often the candidates take their turn.
+      estimates: seconds of one execution, where they are known well enough. Such a candidate is
+        not tried out first, and one that takes `seconds` by itself runs once a round and without a
+        warm-up: its neighbours keep the card as warm.
+      deadline: of `time.perf_counter()`; no round but the first begins that would end after it.
+    """
     sampler = _Sampler()
     times: dict[str, list[float]] = {name: [] for name in candidates}
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in candidates}
     repeats = {}
     for name, candidate in candidates.items():
-        _repeat(candidate, 1)
-        repeats[name] = max(2, int(seconds / (_repeat(candidate, 3) / 3)))
-    for _ in range(rounds):
+        if estimates is not None and name in estimates:
+            repeats[name] = max(1, math.ceil(seconds / estimates[name]))
+            continue
+        repeats[name] = max(2, int(seconds / _estimate(candidate)))
+    longest = 0.0
+    for done in range(rounds):
+        start = time.perf_counter()
+        if done and start + longest > deadline:
+            break
         for name, candidate in candidates.items():
-            _repeat(candidate, max(1, repeats[name] // 3))
+            known = estimates is not None and name in estimates
+            warm_up = repeats[name] // 3 if known else max(1, repeats[name] // 3)
+            if warm_up:
+                _repeat(candidate, warm_up)
             with sampler.sampling() as taken:
                 elapsed = _repeat(candidate, repeats[name])
             times[name].append(elapsed / repeats[name])
             samples[name].extend(taken)
+        longest = max(longest, time.perf_counter() - start)
     return {name: _measurement(candidates[name], times[name], samples[name]) for name in times}
 
 

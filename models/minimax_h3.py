@@ -136,9 +136,9 @@ class MiniMaxH3Block(PlainBlock):
         self_attention: Any,
     ) -> tuple[Float[Array, "b s d"], Any]:
         """`table_rows` = timestep index · 3 + modality; returns the rows and the state."""
-        table = self.modulation(active).reshape(-1, 6, x.shape[-1]).astype(jnp.float32)
+        table = self.modulation(active).reshape(-1, 6, x.shape[-1])
         shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = (
-            table[table_rows, index][None] for index in range(6)
+            table[table_rows, index][None].astype(jnp.float32) for index in range(6)
         )
         query, key, value = self.queries_keys_values(layers.modulated(self.norm1, x, shift, scale))
         query, key = layers.rotate_halves(query, *rope), layers.rotate_halves(key, *rope)
