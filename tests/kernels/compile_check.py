@@ -1,8 +1,9 @@
-"""Compile the Hopper kernel for sm_90a on a machine without a GPU and look at what comes out.
+"""Compile every kernel for sm_90a on a machine without a GPU and look at what comes out.
 
 Needs the CUDA plugin of the JAX version that is installed (`jax-cuda13-plugin`, `jax-cuda13-pjrt`)
-and `nvidia-cuda-nvdisasm`. Fails on a register spill, on products that the assembler serialised
-(C7512, C7513), and when the main loop lacks the tensor-core instructions it should consist of.
+and `nvidia-cuda-nvdisasm`. Fails on a register spill and, of the Hopper kernel, on products that
+the assembler serialised (C7512, C7513), and when the main loop lacks the tensor-core instructions
+it should consist of. The preprocessing kernels are in `compile_preprocessing`.
 
     python -m tests.kernels.compile_check
 """
@@ -28,6 +29,8 @@ from jax.experimental import topologies  # noqa: E402
 from jax.sharding import SingleDeviceSharding  # noqa: E402
 
 from vc_jax.pallas_kernels import hopper  # noqa: E402
+
+from . import compile_preprocessing  # noqa: E402
 
 TARGET = pathlib.Path(__file__).parent / "data" / "h200.textproto"
 E4M3 = jnp.float8_e4m3fn
@@ -154,18 +157,25 @@ def _find_nvdisasm() -> None:
         os.environ["MOSAIC_GPU_CUDA_ROOT"] = next(iter(spec.submodule_search_locations))
 
 
+def _report(name: object, problems: str) -> bool:
+    print(f"{'FAULT' if problems else 'ok   '} {name} {problems}", flush=True)
+    return bool(problems)
+
+
 def main() -> int:
-    """Check every variant; 1 if any has a fault."""
+    """Check every kernel; 1 if any has a fault."""
     _find_nvdisasm()
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=TARGET.read_text(), topology="1x1x1"
     )
-    bad = 0
+    device, bad = topology.devices[0], 0
+    preprocessing = compile_preprocessing.all_kernels()
+    for kernel in preprocessing:
+        bad += _report(kernel, compile_preprocessing.fault(kernel, device) or "")
     for variant in variants():
-        problems = faults(variant, *compile_variant(variant, topology.devices[0]))
-        print(f"{'FAULT' if problems else 'ok   '} {variant} {'; '.join(problems)}", flush=True)
-        bad += bool(problems)
-    print(f"jax {jax.__version__}: {bad} of {len(variants())} variants have faults")
+        bad += _report(variant, "; ".join(faults(variant, *compile_variant(variant, device))))
+    total = len(preprocessing) + len(variants())
+    print(f"jax {jax.__version__}: {bad} of {total} kernels have faults")
     return 1 if bad else 0
 
 

@@ -1,0 +1,273 @@
+"""Whole `attention_step` calls against the bare kernel, and their memory and compile times."""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import vc_jax
+from vc_jax import _fused
+
+from ..pallas_kernels import hopper
+from ._amdahl import OfKinds, of_kinds
+from ._denoising import KINDS, SCHEDULE, Job, Program, compile_jobs
+from ._preprocess_stages import Inputs, bytes_of, clustered_inputs
+from ._timing import Candidate, Measurement, sustained
+from ._workloads import Workload
+
+PEER = "FlashAttention-3 BF16"
+_COMPARED = ("window", "after")
+"""Kinds of steps that are timed in turns with the peer."""
+_PARTS = tuple(f"{part}, {m}" for part in ("prepare", "kernel") for m in ("means", "no means"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How long to measure.
+
+    Attributes:
+      presets: low-bit presets.
+      seconds: of each candidate a round.
+      peer_seconds: of those that are compared with the peer.
+      rounds: at most.
+      deadline: of `time.perf_counter()`; no round but the first begins that would end after it.
+    """
+
+    presets: Sequence[str]
+    seconds: float
+    peer_seconds: float
+    rounds: int
+    deadline: float
+
+    def time(self, candidates: Mapping[str, Candidate], seconds: float) -> dict[str, Measurement]:
+        """In turns, after a second run of each has told how often it runs in a round."""
+        return sustained(
+            candidates,
+            seconds=seconds,
+            rounds=self.rounds,
+            estimates={name: _second_run(candidate) for name, candidate in candidates.items()},
+            deadline=self.deadline,
+        )
+
+
+def _second_run(candidate: Candidate) -> float:
+    """Seconds."""
+    jax.block_until_ready(candidate.run())
+    start = time.perf_counter()
+    jax.block_until_ready(candidate.run())
+    return time.perf_counter() - start
+
+
+def _abstract(workload: Workload) -> tuple[jax.ShapeDtypeStruct, ...]:
+    shape = (workload.batch, workload.length, workload.heads, workload.head_dim)
+    return (jax.ShapeDtypeStruct(shape, jnp.bfloat16),) * 3
+
+
+def _fresh_state(workload: Workload, preset: str) -> vc_jax.AttentionState:
+    return vc_jax.init_state(
+        preset, workload.batch, workload.length, workload.heads, workload.head_dim
+    )
+
+
+def _step_job(workload: Workload, preset: str) -> Job:
+    def step(query, key, value, state, index):
+        return vc_jax.attention_step(
+            *(query, key, value, state), step=index, schedule=SCHEDULE, config=preset
+        )
+
+    state = jax.eval_shape(functools.partial(_fresh_state, workload, preset))
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    return Job(step, (*_abstract(workload), state, index))
+
+
+def _prepare_job(workload: Workload, preset: str, smooth: bool) -> Job:
+    def prepare(query, key, value, order):
+        mean = _fused.key_mean_fused(key, None, None)
+        config = vc_jax.PRESETS[preset]
+        return _fused.prepare_fused(
+            query, key, value, config, order=order, mean=mean, smooth=smooth
+        )
+
+    shape = (workload.batch, workload.heads, workload.length)
+    return Job(prepare, (*_abstract(workload), jax.ShapeDtypeStruct(shape, jnp.int32)))
+
+
+def _kernel_job(prepare: Job, preset: str, smooth: bool) -> Job:
+    def kernel(prepared):
+        means = prepared.block_means if smooth else None
+        softmax = vc_jax.PRESETS[preset].softmax
+        arrays: Any = (*prepared[:6], means, prepared.kv_count)
+        return hopper.attention(*arrays, softmax=softmax)[0]
+
+    return Job(kernel, (jax.eval_shape(prepare.function, *prepare.arguments),))
+
+
+def jobs(
+    workload: Workload, presets: Sequence[str], peer: Callable[..., Any] | None = None
+) -> dict[str, Job]:
+    """Everything that is compiled for a workload, by name."""
+    found = {} if peer is None else {PEER: Job(peer, _abstract(workload))}
+    for preset in presets:
+        found[f"{preset} step"] = _step_job(workload, preset)
+        for smooth, name in ((True, "means"), (False, "no means")):
+            prepare = _prepare_job(workload, preset, smooth)
+            found[f"{preset} prepare, {name}"] = prepare
+            found[f"{preset} kernel, {name}"] = _kernel_job(prepare, preset, smooth)
+    return found
+
+
+def compile_workloads(
+    workloads: Mapping[str, Workload], settings: Settings, peers: Mapping[str, Callable[..., Any]]
+) -> dict[str, dict[str, Program]]:
+    """Programs of each workload; `peers` has an attention for those that are compared with it."""
+    wanted = {
+        (name, key): job
+        for name, workload in workloads.items()
+        for key, job in jobs(workload, settings.presets, peers.get(name)).items()
+    }
+    compiled, _ = compile_jobs(wanted)
+    programs: dict[str, dict[str, Program]] = {name: {} for name in workloads}
+    for (name, key), program in compiled.items():
+        programs[name][key] = program
+    return programs
+
+
+def measure_steps(
+    workload: Workload, programs: Mapping[str, Program], settings: Settings
+) -> list[dict[str, Any]]:
+    """A row for each preset: times of kinds of steps and of the kernel, overhead, memory.
+
+    What is compared with the peer runs longer, in turns with it.
+    """
+    inputs = clustered_inputs(workload)
+    presets = [
+        preset
+        for preset in settings.presets
+        if all(f"{preset} {part}" in programs for part in ("step", *_PARTS))
+    ]
+    candidates: dict[str, Candidate] = {}
+    for preset in presets:
+        candidates |= _candidates_of(preset, programs, inputs, _fresh_state(workload, preset))
+    measured = settings.time(candidates, settings.seconds)
+    with_peer: dict[str, Measurement] = {}
+    if PEER in programs:
+        compared = {PEER: Candidate(functools.partial(programs[PEER].call, *inputs))}
+        compared |= {
+            f"{preset} {kind}": candidates[f"{preset} {kind}"]
+            for preset in presets
+            for kind in _COMPARED
+        }
+        with_peer = settings.time(compared, settings.peer_seconds)
+    sizes = bytes_of(inputs)
+    return [_row(workload, preset, programs, measured, with_peer, sizes) for preset in presets]
+
+
+def _candidates_of(preset: str, programs: Mapping[str, Program], inputs: Inputs, cold):
+    """Every kind of step, and the kernel on inputs in the order of the cold step."""
+    step = programs[f"{preset} step"].call
+    _, made = step(*inputs, cold, jnp.int32(KINDS["cold"]))
+    found = {}
+    for name in ("means", "no means"):
+        prepared = programs[f"{preset} prepare, {name}"].call(*inputs, made.permutation)
+        kernel = programs[f"{preset} kernel, {name}"].call
+        found[f"{preset} kernel, {name}"] = Candidate(functools.partial(kernel, prepared))
+    for kind, index in KINDS.items():
+        state = cold if kind == "cold" else made
+        run = functools.partial(step, *inputs, state, jnp.int32(index))
+        found[f"{preset} {kind}"] = Candidate(run)
+    return found
+
+
+def overhead(steps: OfKinds, means: float, no_means: float) -> float:
+    """How much longer a schedule's calls take than its kernels, with means in the window only."""
+    return steps.total(SCHEDULE) / OfKinds(means, means, means, no_means).total(SCHEDULE) - 1.0
+
+
+def _row(
+    workload: Workload,
+    preset: str,
+    programs: Mapping[str, Program],
+    measured: Mapping[str, Measurement],
+    with_peer: Mapping[str, Measurement],
+    input_bytes: float,
+) -> dict[str, Any]:
+    times = {kind: measured[f"{preset} {kind}"].median_ms for kind in KINDS}
+    kernels = {
+        name: measured[f"{preset} kernel, {name}"].median_ms for name in ("means", "no means")
+    }
+    steps = of_kinds(times)
+    program = programs[f"{preset} step"]
+    state = jax.eval_shape(functools.partial(_fresh_state, workload, preset))
+    own = {name: entry for name, entry in measured.items() if name.startswith(preset)}
+    return {
+        "workload": workload.name,
+        "preset": preset,
+        "milliseconds": times,
+        "kernel_milliseconds": kernels,
+        "average_ms": steps.total(SCHEDULE) / SCHEDULE.num_steps,
+        "overhead": overhead(steps, kernels["means"], kernels["no means"]),
+        "fa3": _over_peer(preset, steps, with_peer) if with_peer else None,
+        "temporary_over_inputs": program.memory["temp_size_in_bytes"] / input_bytes,
+        "results_over_inputs": program.memory["output_size_in_bytes"] / input_bytes,
+        "state_mb": bytes_of(state) / 1e6,
+        "compile_s": program.compile_s,
+        "rounds": {name: dataclasses.asdict(entry) for name, entry in own.items()},
+    }
+
+
+def _over_peer(preset: str, steps: OfKinds, measured: Mapping[str, Measurement]) -> dict[str, Any]:
+    """The peer's time over those of kinds of steps and of a schedule's average.
+
+    A clustering takes as much longer than a stored order as it did without the peer.
+    """
+    peer = measured[PEER].median_ms
+    window, after = (measured[f"{preset} {kind}"].median_ms for kind in _COMPARED)
+    cold, refresh = (window + x - steps.window for x in (steps.cold, steps.refresh))
+    average = OfKinds(cold, refresh, window, after).total(SCHEDULE) / SCHEDULE.num_steps
+    return {
+        "milliseconds": peer,
+        "window": peer / window,
+        "after": peer / after,
+        "average": peer / average,
+        "rounds": {name: dataclasses.asdict(entry) for name, entry in measured.items()},
+    }
+
+
+def measure_stages(stages, settings: Settings) -> list[dict[str, Any]]:
+    """A row for each stage: its time, its bytes, and these over the bandwidth of a copy.
+
+    The first stage is the copy.
+    """
+    compiled, _ = compile_jobs(
+        {i: Job(stage.function, stage.arguments) for i, stage in enumerate(stages)}
+    )
+    candidates = {
+        stage.name: Candidate(functools.partial(compiled[i].call, *stage.arguments))
+        for i, stage in enumerate(stages)
+        if i in compiled
+    }
+    measured = settings.time(candidates, settings.seconds)
+    copy = stages[0].bytes / (1e-3 * measured[stages[0].name].median_ms)
+    return [
+        {
+            "stage": stage.name,
+            "milliseconds": measured[stage.name].median_ms,
+            "spread": measured[stage.name].spread,
+            "bytes": stage.bytes,
+            "floor_ms": 1e3 * stage.bytes / copy,
+            "of_copy_bandwidth": stage.bytes / (1e-3 * measured[stage.name].median_ms) / copy,
+            "temporary_mb": compiled[i].memory["temp_size_in_bytes"] / 1e6,
+            "compile_s": compiled[i].compile_s,
+        }
+        for i, stage in enumerate(stages)
+        if i in compiled
+    ]
+
+
+def deadline_after(seconds: float) -> float:
+    """On the clock of `sustained`."""
+    return time.perf_counter() + seconds

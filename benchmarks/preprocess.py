@@ -1,0 +1,221 @@
+"""Everything before the attention kernel, on this machine's GPU: `vc-jax bench preprocess`.
+
+Each stage of clustering and preparation with the bytes it has to move over the bandwidth of a copy
+in the same run; whole `attention_step` calls over a 40-step schedule against the bare kernel, and
+against FlashAttention-3 BF16 where that is installed. Queries and keys are random, values random
+but clustered: one of 512 centres of their head and half a normal vector.
+"""
+
+import argparse
+import pathlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ._amdahl import kind_counts
+from ._denoising import KINDS, SCHEDULE
+from ._peers import available_peers
+from ._preprocess_stages import check_codes, check_energy, clustered_inputs, stages
+from ._preprocess_steps import (
+    PEER,
+    Settings,
+    compile_workloads,
+    deadline_after,
+    measure_stages,
+    measure_steps,
+)
+from ._results import environment, markdown_table, write_results
+from ._workloads import WORKLOADS
+from .attention import _missing_gpu
+from .end_to_end import _positive
+
+DEFAULT_WORKLOADS = ("wan-720p",)
+SCHEDULE_WORKLOADS = ("wan-720p", "hunyuan-720p", "longcat-480p", "minimax-h3")
+_BUDGET = 150.0
+"""Seconds after which no further round begins."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Command line of this benchmark."""
+    parse = argparse.ArgumentParser(prog="vc-jax bench preprocess", description=__doc__)
+    add, names = parse.add_argument, sorted(WORKLOADS)
+    add(
+        "--workloads",
+        nargs="*",
+        choices=names,
+        default=list(DEFAULT_WORKLOADS),
+        help="shapes whose stages are measured",
+    )
+    add(
+        "--schedules",
+        nargs="*",
+        choices=names,
+        default=list(SCHEDULE_WORKLOADS),
+        help="shapes whose whole calls are measured, the first of them against FlashAttention-3",
+    )
+    add("--presets", nargs="+", choices=("int8", "fp8"), default=["int8", "fp8"])
+    add(
+        "--seconds",
+        type=_positive(float),
+        default=2.0,
+        help="of FlashAttention-3 and of each call beside it a round",
+    )
+    add("--call-seconds", type=_positive(float), default=0.3, help="of each other call a round")
+    add("--stage-seconds", type=_positive(float), default=0.3, help="of each stage a round")
+    add("--rounds", type=_positive(int), default=2)
+    add(
+        "--budget",
+        type=_positive(float),
+        default=_BUDGET,
+        help="seconds of the whole run after which no second round begins",
+    )
+    add("--output", type=pathlib.Path, default=pathlib.Path("benchmark-results"))
+    return parse
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; 2 when this machine has no GPU that the kernels run on."""
+    arguments = parser().parse_args(argv)
+    reason = _missing_gpu()
+    if reason is not None:
+        print(f"vc-jax bench preprocess: {reason}")
+        return 2
+    peers, missing = available_peers()
+    about = environment() | {
+        "fa3": peers[PEER][0] if PEER in peers else f"missing: {missing.get(PEER)}",
+        "seconds": arguments.seconds,
+        "call_seconds": arguments.call_seconds,
+        "stage_seconds": arguments.stage_seconds,
+        "rounds": arguments.rounds,
+        "schedule": kind_counts(SCHEDULE),
+        "values": "one of 512 normal centres of a head, drawn for each token, + 0.5 normal",
+    }
+    peer = peers[PEER][1] if PEER in peers else None
+    return run(arguments, about, peer)
+
+
+def run(arguments: argparse.Namespace, about: dict[str, Any], peer: Any) -> int:
+    """Measure and write."""
+    deadline = deadline_after(arguments.budget)
+    report: dict[str, Any] = {"environment": about}
+    report["stages"] = {name: _stages_of(name, arguments, deadline) for name in arguments.workloads}
+    names = list(dict.fromkeys(arguments.schedules))
+    settings = Settings(
+        arguments.presets, arguments.call_seconds, arguments.seconds, arguments.rounds, deadline
+    )
+    start = time.perf_counter()
+    programs = compile_workloads(
+        {name: WORKLOADS[name] for name in names},
+        settings,
+        {names[0]: peer} if peer is not None and names else {},
+    )
+    about["compile_of_all_calls_s"] = time.perf_counter() - start
+    report["steps"] = []
+    for name in names:
+        rows = measure_steps(WORKLOADS[name], programs.pop(name), settings)
+        report["steps"] += rows
+        print(_steps_table(rows), flush=True)
+    write_results(arguments.output, "preprocess", report, report_text(report))
+    return 0
+
+
+def _stages_of(name: str, arguments: argparse.Namespace, deadline: float) -> dict[str, Any]:
+    workload = WORKLOADS[name]
+    seconds = arguments.stage_seconds
+    settings = Settings(arguments.presets, seconds, seconds, arguments.rounds, deadline)
+    inputs = clustered_inputs(workload)
+    found = {
+        "rows": measure_stages(stages(workload, inputs, arguments.presets), settings),
+        "codes": [check_codes(workload, preset) for preset in arguments.presets],
+        "energy": check_energy(workload, inputs.value),
+    }
+    print(_stages_text(name, found), flush=True)
+    return found
+
+
+def _stages_text(name: str, found: dict[str, Any]) -> str:
+    workload, rows, energy = WORKLOADS[name], found["rows"], found["energy"]
+    copy = rows[0]["bytes"] / rows[0]["milliseconds"] / 1e6
+    columns = ("stage", "ms", "spread %", "MB", "ms at copy speed", "of copy speed", "compile s")
+    cells = [
+        (
+            row["stage"],
+            row["milliseconds"],
+            100 * row["spread"],
+            row["bytes"] / 1e6,
+            row["floor_ms"],
+            row["of_copy_bandwidth"],
+            row["compile_s"],
+        )
+        for row in rows
+    ]
+    lines = [
+        f"## {name}: S = {workload.length:,}, H = {workload.heads}, D = {workload.head_dim}",
+        f"A copy moves {copy:,.0f} GB/s (reads and writes).",
+        markdown_table(columns, cells),
+        f"Energy of the values that block means hold, k = {energy['clusters']}: sorted by these "
+        f"kernels {100 * energy['fused']:.2f} %, by XLA's k-means {100 * energy['xla']:.2f} %, "
+        f"unsorted {100 * energy['unsorted']:.2f} %.",
+    ]
+    for codes in found["codes"]:
+        shares = ", ".join(
+            f"{part} {codes[f'{part}_codes']:.1e}" for part in ("query", "key", "value")
+        )
+        lines.append(
+            f"Codes that differ from XLA's, {codes['preset']}, {codes['tokens']:,} tokens of "
+            f"{codes['heads']} heads: {shares}."
+        )
+    return "\n\n".join(lines) + "\n"
+
+
+def _steps_table(rows: Sequence[dict[str, Any]]) -> str:
+    columns = (
+        "shape",
+        "preset",
+        *(f"{kind}, ms" for kind in KINDS),
+        "kernel, means",
+        "kernel",
+        "40 steps over kernel, %",
+        "× FA3, window",
+        "× FA3, after",
+        "× FA3, 40 steps",
+        "temporary / QKV",
+        "results / QKV",
+        "state, MB",
+        "compile s",
+    )
+    cells = []
+    for row in rows:
+        peer = row["fa3"] or dict.fromkeys(("window", "after", "average"))
+        cells.append(
+            (
+                row["workload"],
+                row["preset"],
+                *(row["milliseconds"][kind] for kind in KINDS),
+                row["kernel_milliseconds"]["means"],
+                row["kernel_milliseconds"]["no means"],
+                100 * row["overhead"],
+                peer["window"],
+                peer["after"],
+                peer["average"],
+                row["temporary_over_inputs"],
+                row["results_over_inputs"],
+                row["state_mb"],
+                row["compile_s"],
+            )
+        )
+    return markdown_table(columns, cells)
+
+
+def report_text(report: dict[str, Any]) -> str:
+    """Markdown of everything."""
+    parts = [f"# Preprocessing\n\n{report['environment']}\n"]
+    parts += [_stages_text(name, found) for name, found in report["stages"].items()]
+    if report["steps"]:
+        counts = ", ".join(f"{n} {kind}" for kind, n in kind_counts(SCHEDULE).items())
+        parts.append(
+            f"## Whole calls\n\n`attention_step` over a schedule of {SCHEDULE.num_steps} steps "
+            f"({counts}), against the bare kernel: with means in the window, without after it.\n\n"
+            f"{_steps_table(report['steps'])}\n"
+        )
+    return "\n".join(parts)
