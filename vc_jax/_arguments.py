@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool
 
 from ._tracing import concrete, is_concrete
@@ -106,12 +107,25 @@ def check_shapes(query, key, value) -> None:
         )
 
 
+def _array_of_lengths(name: str, lengths) -> Array | np.ndarray:
+    """A sequence of numbers, concrete or traced, as an array."""
+    if isinstance(lengths, (list, tuple)):
+        if not lengths:
+            return np.zeros(0, np.int32)
+        if any(isinstance(length, Tracer) for length in lengths):
+            return jnp.stack([jnp.asarray(length) for length in lengths])
+    try:
+        return np.asarray(lengths)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must be integers, got {lengths!r}") from error
+
+
 def _lengths(name: str, lengths, batch: int, limit: int) -> Array | None:
     """Validity [B, limit] of a prefix of each row."""
     if lengths is None:
         return None
     if not (hasattr(lengths, "dtype") and hasattr(lengths, "shape")):
-        lengths = np.asarray(lengths)
+        lengths = _array_of_lengths(name, lengths)
     if not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise TypeError(f"{name} must be integers, got {lengths.dtype}")
     if lengths.shape not in ((batch,), ()) or (lengths.shape == () and batch != 1):

@@ -202,6 +202,10 @@ def dot_product_attention(
     whatever bytes they hold. A row without a valid key and rows past `query_seq_lengths` give
     zeros. The gradient is that of unquantised attention at the same inputs (straight-through).
 
+    Numbers of clusters and of tokens that a Lloyd step looks at follow from S unless the
+    configuration fixes them, so padding an array may change a code, as any other order of the keys
+    would. In NVFP4 the queries of a head share a scale: one that is NaN makes its head NaN.
+
     Args:
       query: [B, T, N, H] or [T, N, H]; float32, bfloat16 or float16.
       key, value: [B, S, K, H] or [S, K, H], N a multiple of K.
@@ -223,6 +227,7 @@ def dot_product_attention(
       normaliser of the scores, float32 [B, T, N] ([T, N]), -inf for a row without a valid key.
       With ExpCast it is taken from the decoded row sum, which is biased by at most 0.072 nats
       (about +0.009 on flat rows); in merged pieces of the same configuration the bias cancels.
+      It passes no gradient on: merge pieces where none is needed, such as in a sampler.
 
     Raises:
       NotImplementedError: an argument that cannot be honoured, or an implementation that does not

@@ -24,22 +24,22 @@ class _Terminated(KeyboardInterrupt):
     """SIGTERM: cleans up like Ctrl-C."""
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports a mistake in one line."""
+class Parser(argparse.ArgumentParser):
+    """Reports a mistake in one line; the benchmarks' parsers are of this class too."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(_USAGE_ERROR, f"{self.prog}: {message} (see {self.prog} --help)\n")
+        self.exit(_USAGE_ERROR, f"{self.prog}: {_one_line(message)} (see {self.prog} --help)\n")
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all subcommands."""
-    parser = _Parser(
+    parser = Parser(
         prog="vc-jax",
         description="Low-bit attention for video diffusion transformers in JAX.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     _add_sample(commands)
     _add_bench(commands)
     commands.add_parser(
@@ -65,7 +65,7 @@ def _add_sample(commands) -> None:
     add = sample.add_argument
     add(
         "--video",
-        type=pathlib.Path,
+        type=path,
         metavar="FILE",
         help="continue this video instead of the clip that ships with the package",
     )
@@ -94,14 +94,14 @@ def _add_sample(commands) -> None:
     add("--seed", type=int, default=0, metavar="N", help="seed of the noise (default: 0)")
     add(
         "--output",
-        type=pathlib.Path,
+        type=path,
         default=pathlib.Path("vc-jax-sample"),
         metavar="DIR",
         help="folder to write (default: vc-jax-sample)",
     )
     add(
         "--weights",
-        type=pathlib.Path,
+        type=path,
         metavar="FILE",
         help="safetensors file to use instead of the shipped weights",
     )
@@ -116,7 +116,8 @@ def _add_bench(commands) -> None:
         epilog="Arguments after NAME go to the benchmark: vc-jax bench attention --help",
     )
     bench.add_argument("name", choices=BENCHMARKS, metavar="NAME", help=", ".join(BENCHMARKS))
-    bench.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    rest = bench.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    rest.required = False  # or it is named, beside NAME, where NAME is missing
 
 
 def _size(text: str) -> tuple[int, int]:
@@ -130,8 +131,20 @@ def _size(text: str) -> tuple[int, int]:
     return height, width
 
 
-def _complain(command: str, message: object) -> int:
-    print(f"vc-jax {command}: {message}", file=sys.stderr)
+def path(text: str) -> pathlib.Path:
+    """A path; an empty one, which would be the working folder, is a mistake."""
+    if not text:
+        raise argparse.ArgumentTypeError("must not be empty")
+    return pathlib.Path(text)
+
+
+def _one_line(message: object) -> str:
+    return " ".join(str(message).split())
+
+
+def complain(command: str, message: object) -> int:
+    """Says in one line on stderr why a command cannot be done, and returns its exit code."""
+    print(f"vc-jax {command}: {_one_line(message)}", file=sys.stderr)
     return _USAGE_ERROR
 
 
@@ -139,7 +152,7 @@ def _run_sample(arguments: argparse.Namespace) -> int:
     try:
         sample_job = importlib.import_module("vc_jax.models.sample_job")
     except ImportError as error:
-        return _complain("sample", f"cannot import {error.name}: install vc-jax[video]")
+        return complain("sample", f"cannot import {error.name}: install vc-jax[video]")
     names = [name for text in arguments.attention for name in text.split(",") if name]
     options = sample_job.Options(
         output=arguments.output,
@@ -158,7 +171,7 @@ def _run_sample(arguments: argparse.Namespace) -> int:
     try:
         record = sample_job.run(options)
     except sample_job.InputError as error:
-        return _complain("sample", error)
+        return complain("sample", error)
     print(sample_job.summary(record, arguments.output))
     return 0
 
@@ -169,8 +182,8 @@ def _run_bench(arguments: argparse.Namespace) -> int:
         benchmark = importlib.import_module(module)
     except ImportError as error:
         if error.name == module:
-            return _complain("bench", f"this version has no benchmark {arguments.name!r}")
-        return _complain("bench", f"{arguments.name} needs {error.name}, which is not installed")
+            return complain("bench", f"this version has no benchmark {arguments.name!r}")
+        return complain("bench", f"{arguments.name} needs {error.name}, which is not installed")
     return benchmark.main(arguments.arguments) or 0
 
 

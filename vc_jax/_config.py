@@ -92,6 +92,11 @@ class AttentionConfig:
                 raise ValueError(
                     f"AttentionConfig.{name} must be an integer >= {low}, got {number!r}"
                 )
+            if not self.smooth_values and number != type(self).__dataclass_fields__[name].default:
+                raise ValueError(
+                    f"AttentionConfig.{name} must be left out when smooth_values is False: it "
+                    f"would change nothing, got {number!r}"
+                )
 
     @property
     def quantized(self) -> bool:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from ._arguments import check_shapes
 from ._config import BLOCK
 from ._tracing import filled
 
@@ -115,7 +116,11 @@ def plain_attention(
     Returns:
       The output (float32) and the natural-log normaliser (float32); zeros and -inf in a batch row
       without a valid key.
+
+    Raises:
+      ValueError: shapes that do not go together, by name.
     """
+    check_shapes(query, key, value)
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     heads = key.shape[2]
     out, lse = _softmax_pass(_group(query, heads), _rows(key, value, key_valid), scale)

@@ -40,7 +40,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float8e4m3fn, Int, Shaped
 
-from ._config import BLOCK, STEP, AttentionConfig
+from ._config import BLOCK, STEP, AttentionConfig, resolve_config
 from ._expcast import CODES_PER_NAT, f16_multiplier
 from ._quantize import (
     E4M3_MAX,
@@ -237,17 +237,23 @@ def scaled_means(means: Float[Array, "b k j h"], scale: Float[Array, "b k h"]) -
     return (means / scale[:, :, None]).astype(jnp.bfloat16)
 
 
-def _order_groups(values: Array, order: np.ndarray) -> Array:
-    """[..., P] with each group of 16 along the last axis reordered."""
-    groups = values.reshape(*values.shape[:-1], -1, len(order))
-    return groups[..., order].reshape(values.shape)
+def _order_groups(values: Array, *, restore: bool = False) -> Array:
+    """[..., P] with each group of 16 along the last axis in `GROUP_ORDER`, or back from it.
+
+    The order permutes the four bits of a token's index, so it is a transposition.
+    """
+    bits = values.reshape(*values.shape[:-1], -1, 2, 2, 2, 2)
+    order = (2, 0, 1, 3) if restore else (1, 2, 0, 3)
+    lead = tuple(range(bits.ndim - 4))
+    bits = jnp.transpose(bits, (*lead, *(len(lead) + axis for axis in order)))
+    return bits.reshape(values.shape)
 
 
 def prepare(
     query: Float[Array, "b t n h"],
     key: Float[Array, "b s k h"],
     value: Float[Array, "b s k h"],
-    config: AttentionConfig,
+    config: AttentionConfig | str,
     *,
     scale: Float[Array, ""] | float | None = None,
     order: Int[Array, "b k s"] | Int[Array, "b 1 s"] | None = None,
@@ -259,7 +265,7 @@ def prepare(
 
     Args:
       query, key, value: float, BTNH. Bytes of invalid keys and values do not matter.
-      config: a quantised configuration.
+      config: a quantised configuration or its preset's name.
       scale: softmax scale; `None`: 1/sqrt(H).
       order: permutation of the keys, position -> token, valid tokens first; `None`: as they are.
       kv_count: number of valid keys, the first so many of the order; `None`: all.
@@ -269,6 +275,7 @@ def prepare(
     Raises:
       ValueError: an unquantised configuration, or a head size that NVFP4 cannot group.
     """
+    config = resolve_config(config)
     if not config.quantized:
         raise ValueError("config must be quantised to prepare inputs, got qk='none'")
     batch, kv_length, _, size = key.shape
@@ -318,7 +325,7 @@ def prepare(
         query_scale,
         key_codes,
         key_scale,
-        _order_groups(codes, GROUP_ORDER),
+        _order_groups(codes),
         value_scale,
         no_means if means is None else scaled_means(means, value_scale),
         count,
@@ -343,7 +350,7 @@ def score_multiplier(prepared: Prepared8) -> Float[Array, "b n t j"]:
 
 def plain_value_codes(prepared: Prepared8) -> Float8e4m3fn[Array, "b k h p"]:
     """The transposed value codes with the tokens of each group of 16 back in plain order."""
-    return _order_groups(prepared.value_codes[:, :, :-COUNT_ROWS], np.argsort(GROUP_ORDER))
+    return _order_groups(prepared.value_codes[:, :, :-COUNT_ROWS], restore=True)
 
 
 class Restored(NamedTuple):

@@ -193,9 +193,14 @@ def hadamard_matrix(size: int) -> np.ndarray:
     Sylvester order, scaled by the root of its order. A size that is no power of two gets a block
     diagonal of its largest power-of-two factor (96 = 3 blocks of 32).
 
+    Raises:
+      ValueError: `size` is not an integer >= 1.
+
     >>> hadamard_matrix(2).round(3).tolist()
     [[0.7070000171661377, 0.7070000171661377], [0.7070000171661377, -0.7070000171661377]]
     """
+    if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
+        raise ValueError(f"size must be an integer >= 1, got {size!r}")
     order = size & -size
     matrix = np.ones((1, 1), np.float64)
     while matrix.shape[0] < order:

@@ -5,6 +5,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,20 +35,28 @@ class DenoisingSchedule:
     def __post_init__(self):
         for name in ("num_steps", "refresh_every"):
             number = getattr(self, name)
-            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            if not _is_integer(number) or number < 1:
                 raise ValueError(f"{name} must be an integer >= 1, got {number!r}")
+            object.__setattr__(self, name, int(number))
         fraction = self.smoothing_fraction
-        if not isinstance(fraction, (int, float)) or not 0.0 <= fraction <= 1.0:
-            raise ValueError(f"smoothing_fraction must be in [0, 1], got {fraction!r}")
+        if (
+            isinstance(fraction, bool)
+            or not isinstance(fraction, (int, float, np.floating, np.integer))
+            or not 0.0 <= fraction <= 1.0
+        ):
+            raise ValueError(f"smoothing_fraction must be a number in [0, 1], got {fraction!r}")
+        object.__setattr__(self, "smoothing_fraction", float(fraction))
         ends = self.high_precision_steps
         if (
             not isinstance(ends, tuple)
             or len(ends) != 2
-            or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in ends)
+            or not all(_is_integer(n) and n >= 0 for n in ends)
         ):
             raise ValueError(
-                f"high_precision_steps must be two integers >= 0 (first, last), got {ends!r}"
+                "high_precision_steps must be a tuple of two integers >= 0 (first, last), "
+                f"got {ends!r}"
             )
+        object.__setattr__(self, "high_precision_steps", tuple(map(int, ends)))
 
     @property
     def smoothing_steps(self) -> int:
@@ -72,3 +81,7 @@ class DenoisingSchedule:
         first, last = self.high_precision_steps
         step = jnp.asarray(step)
         return (step < first) | (step >= self.num_steps - last)
+
+
+def _is_integer(number) -> bool:
+    return isinstance(number, (int, np.integer)) and not isinstance(number, bool)

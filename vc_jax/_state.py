@@ -230,7 +230,9 @@ def attention_step(
     Within the schedule's window the values are smoothed, in an order that is made anew at the
     refresh steps and whenever the valid keys are others than those it was made for. After the
     window the last order is used without means; a first call there, or one with other keys, runs
-    in sequence order. High-precision steps run as `"bf16"` and leave the state alone.
+    in sequence order. Whether to cluster is one decision for the whole batch: where one row's valid
+    keys are others than before, all rows get a new order. Apart from that rows are independent.
+    High-precision steps run as `"bf16"` and leave the state alone.
 
     Args:
       state: from `init_state`, with a leading layer axis if `layer` is given.

@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from ._config import BLOCK
-from ._tracing import filled
+from ._tracing import concrete, filled
 
 _CHUNK = 2048
 """Tokens whose distances to the centroids exist at one time."""
@@ -117,13 +117,20 @@ def kmeans(
       centroids: [..., k, H] to start from (warm start) instead of rows of the values.
 
     Raises:
-      ValueError: `clusters` or `stride` < 1, or `valid` or `centroids` of another shape.
+      ValueError: `clusters`, `stride` or `steps` out of range, or `valid` or `centroids` of another
+        shape.
     """
     *batch, length, size = values.shape
-    if clusters < 1:
-        raise ValueError(f"clusters must be >= 1, got {clusters}")
-    if stride < 1:
-        raise ValueError(f"stride must be >= 1, got {stride}")
+    for name, number, low in (
+        ("clusters", clusters, 1),
+        ("stride", stride, 1),
+        ("steps", steps, 0),
+    ):
+        known = concrete(number)
+        if known is None and name == "steps":
+            continue
+        if known is None or known.ndim or known.dtype.kind not in "iu" or known < low:
+            raise ValueError(f"{name} must be an integer >= {low}, got {number!r}")
     if valid is None:
         valid = jnp.ones((*batch, length), bool)
     if valid.shape != (*batch, length):
@@ -202,8 +209,13 @@ def block_means(
     Args:
       values: [..., S, H], S a multiple of 128, valid tokens first.
       count: number of valid tokens [...]; `None`: all.
+
+    Raises:
+      ValueError: S is not a multiple of 128.
     """
     *batch, length, size = values.shape
+    if length % BLOCK:
+        raise ValueError(f"values must have a multiple of {BLOCK} tokens, got {length}")
     blocks = values.astype(jnp.float32).reshape(*batch, length // BLOCK, BLOCK, size)
     if count is None:
         return jnp.mean(blocks, -2)

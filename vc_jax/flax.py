@@ -6,11 +6,13 @@ Flax, and this module does not need it either: it only speaks the layers' callin
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from vc_jax._attention import dot_product_attention
@@ -163,8 +165,12 @@ def attention_fn(
     """
     if implementation is not None and implementation not in NAMES:
         raise ValueError(f"implementation must be None or one of {NAMES}, got {implementation!r}")
-    if scale is not None and not isinstance(scale, (int, float)):
-        raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
+    if scale is not None:
+        if isinstance(scale, bool) or not isinstance(scale, (int, float, np.number)):
+            raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
+        scale = float(scale)
+        if not math.isfinite(scale):
+            raise ValueError(f"scale must be finite, got {scale}")
     return FlaxAttention(resolve_config(config), scale, implementation)
 
 
@@ -189,6 +195,8 @@ def _flat(array: Array, lead: tuple[int, ...]) -> Array:
 
 def _mask(mask: Array, lead: tuple[int, ...]) -> Array:
     """A mask that broadcasts from the right, as [B or 1, N or 1, T or 1, S] (or without B)."""
+    if not hasattr(mask, "shape") or not hasattr(mask, "reshape"):
+        raise TypeError(f"mask must be an array, got {type(mask).__name__}")
     shape = jnp.shape(mask)
     rank = len(lead) + 3
     if len(shape) > rank or len(shape) == 0:

@@ -298,3 +298,41 @@ def test_importing_the_package_imports_neither_flax_nor_the_models():
     code = "import sys, vc_jax; print([m for m in sys.modules if 'flax' in m or 'models' in m])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("clusters", 3), ("lloyd_steps", 5), ("warm_lloyd_steps", 2), ("lloyd_stride", 2)],
+)
+def test_a_clustering_field_without_clustering_is_refused(field, value):
+    with pytest.raises(ValueError, match=f"{field} must be left out when smooth_values"):
+        AttentionConfig(smooth_values=False, **{field: value})
+
+
+def test_lengths_may_be_a_list_of_traced_numbers():
+    def out(*lengths):
+        return call(config="int8", key_value_seq_lengths=list(lengths))
+
+    np.testing.assert_array_equal(jax.jit(out)(7, 20), out(7, 20))
+    with pytest.raises(ValueError, match=r"key_value_seq_lengths must have shape \(2,\)"):
+        call(key_value_seq_lengths=[])
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8", "nvfp4"])
+def test_switching_to_64_bits_between_calls_changes_nothing(name):
+    before = call(config=name)
+    with jax.enable_x64(True):
+        after = call(config=name)
+    np.testing.assert_array_equal(before, after)
+
+
+def test_plain_attention_names_shapes_that_do_not_fit():
+    with pytest.raises(ValueError, match="value must have the shape of key"):
+        vc_jax.plain_attention(QUERY, KEY, VALUE[:, :5])
+
+
+def test_preparation_takes_a_presets_name_and_refuses_others():
+    prepared = vc_jax.prepare(QUERY, KEY, VALUE, "fp8")
+    assert prepared.key_codes.dtype == jnp.float8_e4m3fn
+    with pytest.raises(ValueError, match="config must be"):
+        vc_jax.prepare(QUERY, KEY, VALUE, "int9")

@@ -120,3 +120,28 @@ def test_wrong_arguments_are_named(error, name, arguments):
         vc_jax.compare(*SMALL, ["bf16"], **arguments)
     with pytest.raises(ValueError, match="config"):
         vc_jax.compare(*SMALL, ["fp7"])
+
+
+def test_an_implementation_is_asked_of_the_configurations_only():
+    found = vc_jax.compare(*SMALL, "int8", implementation="xla")
+    np.testing.assert_array_equal(
+        found["int8"].relative_l2, vc_jax.compare(*SMALL, "int8")["int8"].relative_l2
+    )
+    with pytest.raises(NotImplementedError, match="hopper: needs"):
+        vc_jax.compare(*SMALL, "int8", implementation="hopper")
+
+
+def test_a_mask_with_rows_goes_with_sampled_rows():
+    query, key, _ = SMALL
+    keep = np.arange(key.shape[1]) < key.shape[1] - 3
+    one = keep[None, None, None]
+    every = np.broadcast_to(one, (1, 1, query.shape[1], key.shape[1]))
+    want = vc_jax.compare(*SMALL, "int8", rows=3, mask=one)["int8"]
+    got = vc_jax.compare(*SMALL, "int8", rows=3, mask=every)["int8"]
+    np.testing.assert_array_equal(got.relative_l2, want.relative_l2)
+
+
+def test_arguments_at_their_defaults_may_be_passed():
+    vc_jax.compare(*SMALL, "int8", query_seq_lengths=None, return_residual=False, state=None)
+    with pytest.raises(TypeError, match="configs must be"):
+        vc_jax.compare(*SMALL, 5)

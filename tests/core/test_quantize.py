@@ -268,3 +268,9 @@ def test_power_of_two_is_the_smallest_that_is_not_below():
     got = jax.jit(_quantize.power_of_two_at_least)
     np.testing.assert_array_equal(got(jnp.asarray(powers)), powers)
     np.testing.assert_array_equal(got(jnp.asarray(above)), 2 * powers)
+
+
+@pytest.mark.parametrize("size", [0, -4, 2.0, True])
+def test_a_rotation_needs_a_size(size):
+    with pytest.raises(ValueError, match="size must be an integer >= 1"):
+        vc_jax.hadamard_matrix(size)

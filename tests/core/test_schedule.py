@@ -84,3 +84,11 @@ def test_a_schedule_is_frozen_and_hashable():
 def test_a_wrong_field_is_named(field, value):
     with pytest.raises(ValueError, match=field):
         vc_jax.DenoisingSchedule(**({"num_steps": 40} | {field: value}))
+
+
+def test_numpy_numbers_are_numbers():
+    schedule = DenoisingSchedule(
+        np.int64(40), np.float32(0.25), np.int32(4), (np.int64(1), np.int64(2))
+    )
+    assert schedule == DenoisingSchedule(40, 0.25, 4, (1, 2))
+    assert hash(schedule) == hash(DenoisingSchedule(40, 0.25, 4, (1, 2)))

@@ -244,3 +244,29 @@ def test_sorting_raises_the_energy_of_the_block_means():
     order = vc_jax.cluster_order(kmeans(values, 6).labels)
     before, after = vc_jax.mean_energy(values), vc_jax.mean_energy(values[order])
     assert float(after) > float(before) + 0.1
+
+
+def test_block_means_need_whole_blocks():
+    with pytest.raises(ValueError, match="multiple of 128 tokens, got 130"):
+        vc_jax.block_means(jnp.ones((130, 4)))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("clusters", 2.5), ("stride", 1.5), ("stride", 0), ("steps", -1), ("steps", 0.5)],
+)
+def test_kmeans_counts_in_integers(name, value):
+    arguments = {"clusters": 2} | {name: value}
+    with pytest.raises(ValueError, match=f"{name} must be an integer"):
+        vc_jax.kmeans(jnp.ones((9, 4)), **arguments)
+
+
+def test_lloyd_steps_over_every_other_token_move_centroids_by_those_alone():
+    rng = np.random.default_rng(0)
+    values = jnp.asarray(rng.normal(size=(300, 8)), jnp.float32)
+    start = values[:5]
+    got = vc_jax.kmeans(values, 5, steps=3, stride=2, centroids=start)
+    want = vc_jax.kmeans(values[::2], 5, steps=3, centroids=start)
+    np.testing.assert_allclose(got.centroids, want.centroids, atol=1e-6)
+    np.testing.assert_array_equal(got.labels[::2], want.labels)
+    assert got.labels.shape == (300,)

@@ -239,3 +239,17 @@ def test_gradients_reach_the_layers_parameters():
     for leaf in jax.tree.leaves(gradients):
         assert np.all(np.isfinite(leaf))
     assert float(jnp.abs(gradients.query.kernel[...]).max()) > 0
+
+
+def test_a_scale_is_a_finite_number():
+    assert attention_fn(scale=np.float32(0.5)) == attention_fn(scale=0.5)
+    with pytest.raises(TypeError, match="scale must be a number"):
+        attention_fn(scale=True)
+    with pytest.raises(ValueError, match="scale must be finite"):
+        attention_fn(scale=float("nan"))
+
+
+def test_a_mask_that_is_no_array_is_named():
+    x = jnp.ones((1, 4, 2, 16))
+    with pytest.raises(TypeError, match="mask must be an array, got list"):
+        attention_fn()(x, x, x, mask=[True] * 4)
