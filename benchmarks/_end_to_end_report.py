@@ -5,7 +5,7 @@ from typing import Any
 
 from ._amdahl import kind_counts
 from ._denoising import KINDS, SCHEDULE
-from ._results import markdown_table, write_results
+from ._results import markdown_table, pyplot, write_results
 from ._video_models import VideoModel
 
 _STEP_COLUMNS = (
@@ -170,16 +170,12 @@ _PARTS = ("argument", "output", "temp")
 def plot(entries: dict[str, dict[str, Any]], path: pathlib.Path) -> None:
     """Stacked bars of the mean step of 40: attention kernels, attention around them, the rest.
 
-    `entries` are the `models` of the JSON.
+    `entries` are the `models` of the JSON. Without Matplotlib there is no figure; it can be made
+    from the JSON elsewhere.
     """
-    try:
-        import matplotlib
-    except ImportError:  # the tables are there; `plot` makes the figure from the JSON elsewhere
-        print("no figure: matplotlib is not installed")
+    plt = pyplot()
+    if plt is None:
         return
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     measured = {name: entry for name, entry in entries.items() if entry.get("summary")}
     if not measured:
         return

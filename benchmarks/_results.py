@@ -1,10 +1,11 @@
-"""Tables of results: JSON for programs, Markdown for people."""
+"""Results: JSON for programs, Markdown and figures for people."""
 
 import datetime
 import importlib
 import importlib.metadata
 import json
 import pathlib
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,3 +60,22 @@ def write_results(folder: pathlib.Path, name: str, report: dict[str, Any], text:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
     (folder / f"{name}.md").write_text(text.rstrip() + "\n")
+
+
+NO_FIGURE = "no figure: matplotlib is not installed"
+
+
+def pyplot() -> Any:
+    """Matplotlib's `pyplot`, drawing into files; `None` where it is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        return None
+    matplotlib.use("Agg")
+    return importlib.import_module("matplotlib.pyplot")
+
+
+def announce_figure() -> None:
+    """Says on stderr, before anything is measured, that there will be no figure."""
+    if pyplot() is None:
+        print(NO_FIGURE, file=sys.stderr, flush=True)

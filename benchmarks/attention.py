@@ -16,10 +16,12 @@ import jax
 import jax.numpy as jnp
 
 import vc_jax
+from vc_jax._cli import complain
 
 from ..pallas_kernels import hopper
+from ._command_line import once, parser_of, positive
 from ._peers import available_peers
-from ._results import environment, markdown_table, write_results
+from ._results import announce_figure, environment, markdown_table, pyplot, write_results
 from ._timing import Candidate, Measurement, sustained
 from ._workloads import WORKLOADS, Workload, exact_rows, random_inputs, relative_error
 
@@ -176,12 +178,10 @@ def workload_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def plot_over_length(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
-    """TFLOP/s over S, a line a kernel."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    """TFLOP/s over S, a line a kernel; nothing without Matplotlib."""
+    plt = pyplot()
+    if plt is None:
+        return
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     for kernel in dict.fromkeys(row["kernel"] for row in rows):
         points = sorted(
@@ -198,16 +198,17 @@ def plot_over_length(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None
 
 def parser() -> argparse.ArgumentParser:
     """Command line of this benchmark."""
-    parse = argparse.ArgumentParser(prog="vc-jax bench attention", description=__doc__)
+    parse = parser_of("attention", __doc__)
     parse.add_argument(
         "--workloads", nargs="+", choices=sorted(WORKLOADS), default=list(DEFAULT_WORKLOADS)
     )
     parse.add_argument("--presets", nargs="+", choices=("fp8", "int8"), default=["fp8", "int8"])
     parse.add_argument("--softmax", choices=hopper.SOFTMAX, default="expcast")
-    parse.add_argument("--logit-sigma", type=float, default=1.0)
-    parse.add_argument("--seconds", type=float, default=2.0, help="of each kernel a round")
-    parse.add_argument("--rounds", type=int, default=3)
-    parse.add_argument("--output", type=pathlib.Path, default=pathlib.Path("benchmark-results"))
+    parse.add_argument("--logit-sigma", type=positive(float), default=1.0)
+    parse.add_argument(
+        "--seconds", type=positive(float), default=2.0, help="of each kernel a round"
+    )
+    parse.add_argument("--rounds", type=positive(int), default=3)
     return parse
 
 
@@ -216,8 +217,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     reason = _missing_gpu()
     if reason is not None:
-        print(f"vc-jax bench attention: {reason}")
-        return 2
+        return complain("bench attention", reason)
+    announce_figure()
     peers, missing = available_peers()
     about = environment() | {
         "peers": {name: version for name, (version, _) in peers.items()},
@@ -228,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "softmax": arguments.softmax,
     }
     rows, parts = [], [f"# Attention kernels\n\n{about}\n"]
-    for name in arguments.workloads:
+    for name in once(arguments.workloads):
         workload = WORKLOADS[name]
         found = measure(
             workload,

@@ -9,13 +9,15 @@ import argparse
 import dataclasses
 import functools
 import gc
-import pathlib
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
+from vc_jax._cli import complain
+
+from ._command_line import parser_of, positive
 from ._denoising import (
     KINDS,
     LOW_BIT_PROGRAMS,
@@ -29,7 +31,7 @@ from ._denoising import (
 )
 from ._end_to_end_report import EndToEndResults
 from ._peers import available_peers
-from ._results import environment
+from ._results import announce_figure, environment
 from ._step_measures import (
     Peer,
     Settings,
@@ -62,24 +64,23 @@ class _Clock:
 
 def parser() -> argparse.ArgumentParser:
     """Command line of this benchmark."""
-    parse = argparse.ArgumentParser(prog="vc-jax bench end-to-end", description=__doc__)
+    parse = parser_of("end-to-end", __doc__)
     add = parse.add_argument
     add("--models", nargs="+", choices=list(VIDEO_MODELS), default=list(VIDEO_MODELS))
     add("--presets", nargs="+", choices=("int8", "fp8"), default=["int8", "fp8"])
-    add("--seconds", type=_positive(float), default=2.0, help="of a step a round, if shorter")
-    add("--rounds", type=_positive(int), default=3, help="at most; one where time is short")
+    add("--seconds", type=positive(float), default=2.0, help="of a step a round, if shorter")
+    add("--rounds", type=positive(int), default=3, help="at most; one where time is short")
     add(
         "--budget",
-        type=_positive(float),
+        type=positive(float),
         default=420.0,
         help="seconds of the whole run, compilation included, within which further rounds begin",
     )
     add(
         "--layers",
-        type=_positive(int),
+        type=positive(int),
         help="depth of every model instead of its own; times are then those of a cut model",
     )
-    add("--output", type=pathlib.Path, default=pathlib.Path("benchmark-results"))
     add(
         "--compiler-option",
         action="append",
@@ -89,17 +90,6 @@ def parser() -> argparse.ArgumentParser:
         help="passed to XLA for every program, and written into the results",
     )
     return parse
-
-
-def _positive(kind: type) -> Any:
-    def convert(text: str) -> Any:
-        number = kind(text)
-        if number <= 0:
-            raise argparse.ArgumentTypeError(f"must be positive, got {text}")
-        return number
-
-    convert.__name__ = kind.__name__
-    return convert
 
 
 def _option(text: str) -> tuple[str, Any]:
@@ -122,13 +112,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     reason = _missing_gpu()
     if reason is not None:
-        print(f"vc-jax bench end-to-end: {reason}")
-        return 2
+        return complain("bench end-to-end", reason)
     found, missing = available_peers()
     attentions = {name: attention for name, (_, attention) in found.items() if name in PEERS}
     if not attentions:
-        print(f"vc-jax bench end-to-end: needs one of {', '.join(PEERS)}: {missing}")
-        return 2
+        return complain("bench end-to-end", f"needs one of {', '.join(PEERS)}: {missing}")
+    announce_figure()
     about = environment() | {
         "peers": {name: found[name][0] for name in attentions},
         "missing_peers": {name: why for name, why in missing.items() if name in PEERS},

@@ -9,45 +9,107 @@ import itertools
 import pathlib
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any
+import zipfile
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 
+from vc_jax._cli import complain, path
+
+from ..models import VideoDiT, load_video_dit
+from ..models.sample_clip import InputError, load_clip, to_model
+from ._command_line import once, parser_of, positive, share
 from ._fidelity_measures import METHODS, Head, measure_head
-from ._results import environment, markdown_table, write_results
+from ._results import announce_figure, environment, markdown_table, pyplot, write_results
 
+_FRAMES = 16
 DEFAULT_TIMES = (0.9, 0.6, 0.3)
 SPREADS = (0.0, 1.0, 2.0, 3.0, 4.0, np.inf)
 
 
-def dit_heads(times: Sequence[float], height: int, width: int) -> Iterable[Head]:
-    """Heads of the shipped model on the shipped clip, noised to each time."""
-    from ..models import load_video_dit
-    from ..models.sample_clip import load_clip
+class Clip(NamedTuple):
+    """The shipped model and the shipped clip, which it continues."""
 
-    model = load_video_dit(compute_dtype=jnp.float32)
-    pixels = load_clip(None, 16, height, width).pixels
-    video = jnp.asarray(pixels, jnp.float32)[None] / 127.5 - 1
+    model: VideoDiT
+    video: Float[jax.Array, "1 F height width 3"]
+
+
+def shipped_clip(height: int, width: int) -> Clip:
+    """The shipped model with the shipped clip at a size.
+
+    Raises:
+      InputError: no such size, or OpenCV is not installed.
+    """
+    model = load_video_dit(compute_dtype="float32")
+    try:
+        model.config.grid(_FRAMES, height, width)
+    except ValueError as error:
+        raise InputError(f"--size: {error}") from error
+    pixels = load_clip(None, _FRAMES, height, width).pixels
+    return Clip(model, jnp.asarray(to_model(pixels)))
+
+
+def dit_heads(clip: Clip, time: float) -> Iterable[Head]:
+    """Heads of the shipped model on the shipped clip, noised to a time from 0 to 1."""
+    video = clip.video
     noise = jax.random.normal(jax.random.key(3), video.shape)
     given = jnp.arange(video.shape[1])[None] < 4
-    for time in times:
-        t = jnp.where(given, 0.0, time)
-        share = t[:, :, None, None, None]
-        _, inputs = model.attention_inputs((1 - share) * video + share * noise, t)
-        for layer, head in np.ndindex(inputs.query.shape[0], inputs.query.shape[3]):
-            arrays = (np.asarray(x[layer, 0, :, head], np.float32) for x in inputs)
-            yield Head(f"t{time:g}/layer{layer}/head{head}", *arrays)
+    t = jnp.where(given, 0.0, time)
+    share = t[:, :, None, None, None]
+    _, inputs = clip.model.attention_inputs((1 - share) * video + share * noise, t)
+    for layer, head in np.ndindex(inputs.query.shape[0], inputs.query.shape[3]):
+        arrays = (np.asarray(x[layer, 0, :, head], np.float32) for x in inputs)
+        yield Head(f"t{time:g}/layer{layer}/head{head}", *arrays)
 
 
-def file_heads(path: pathlib.Path) -> Iterable[Head]:
-    """Heads of an .npz file with arrays q_NAME, k_NAME, v_NAME of [S, H]."""
-    with np.load(path) as file:
-        for name in sorted(n[2:] for n in file.files if n.startswith("q_")):
-            arrays = (file[f"{kind}_{name}"].astype(np.float32) for kind in "qkv")
-            yield Head(f"{path.stem}/{name}", *arrays)
+def file_heads(path: pathlib.Path) -> list[Head]:
+    """Heads of an .npz file with arrays q_NAME [T, H], k_NAME and v_NAME [S, H].
+
+    Raises:
+      InputError: no such file, or one that does not hold that.
+    """
+    try:
+        with path.open("rb") as opened, np.lib.npyio.NpzFile(opened) as file:
+            found = {name: file[name] for name in file.files}
+    except FileNotFoundError:
+        raise InputError(f"--heads: no file at {path}") from None
+    except (EOFError, OSError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+        raise InputError(f"--heads: cannot read {path} as an .npz file") from error
+    names = sorted(name[2:] for name in found if name.startswith("q_"))
+    if not names:
+        raise InputError(f"--heads: {path} has no arrays q_NAME, k_NAME, v_NAME")
+    return [_file_head(path, name, found) for name in names]
+
+
+def _file_head(path: pathlib.Path, name: str, found: Mapping[str, np.ndarray]) -> Head:
+    arrays = []
+    for key in (f"q_{name}", f"k_{name}", f"v_{name}"):
+        if key not in found:
+            raise InputError(f"--heads: {path} has q_{name} but no {key}")
+        array = found[key]
+        if array.ndim != 2 or 0 in array.shape or array.dtype.kind not in "fiu":
+            raise InputError(
+                f"--heads: {key} of {path} must be real [tokens, channels], "
+                f"got {array.dtype} {list(array.shape)}"
+            )
+        with np.errstate(over="ignore"):
+            array = array.astype(np.float32)
+        if not np.isfinite(array).all():
+            raise InputError(f"--heads: {key} of {path} must be finite in float32")
+        arrays.append(array)
+    query, key, value = arrays
+    if key.shape != value.shape or query.shape[1] != key.shape[1] or key.shape[1] % 16:
+        shapes = ", ".join(str(list(array.shape)) for array in arrays)
+        raise InputError(
+            f"--heads: q_{name}, k_{name}, v_{name} of {path} must be [T, H], [S, H], [S, H] with "
+            f"H a multiple of 16, got {shapes}"
+        )
+    return Head(f"{path.stem}/{name}", query, key, value)
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -134,12 +196,10 @@ def report(heads: Sequence[dict[str, Any]], title: str) -> str:
 
 
 def plot(groups: dict[str, list[dict[str, Any]]], path: pathlib.Path) -> None:
-    """Error by method, and energy removed by the number of clusters."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    """Error by method, and energy removed by clusters; nothing without Matplotlib."""
+    plt = pyplot()
+    if plt is None:
+        return
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     places = np.arange(len(METHODS))
     for offset, (title, heads) in enumerate(groups.items()):
@@ -166,22 +226,43 @@ def plot(groups: dict[str, list[dict[str, Any]]], path: pathlib.Path) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Command line of this benchmark."""
-    parse = argparse.ArgumentParser(prog="vc-jax bench fidelity", description=__doc__)
-    parse.add_argument("--times", nargs="+", type=float, default=list(DEFAULT_TIMES))
-    parse.add_argument("--size", nargs=2, type=int, default=[88, 160], metavar=("HEIGHT", "WIDTH"))
-    parse.add_argument("--heads", nargs="*", type=pathlib.Path, default=[], metavar="FILE.npz")
-    parse.add_argument("--output", type=pathlib.Path, default=pathlib.Path("benchmark-results"))
+    parse = parser_of("fidelity", __doc__)
+    add = parse.add_argument
+    add(
+        "--times",
+        nargs="+",
+        type=share,
+        default=list(DEFAULT_TIMES),
+        metavar="TIME",
+        help="share of noise in the video, 0 to 1 (default: 0.9 0.6 0.3)",
+    )
+    add(
+        "--size",
+        nargs=2,
+        type=positive(int),
+        default=[88, 160],
+        metavar=("HEIGHT", "WIDTH"),
+        help="of the video, multiples of 4 (default: 88 160)",
+    )
+    add("--heads", nargs="+", type=path, default=[], metavar="FILE.npz", help="other heads")
     return parse
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark."""
+    """Run the benchmark; 2, before anything is measured, where a file or size is no good."""
     arguments = parser().parse_args(argv)
-    sources: dict[str, list[Head]] = {}
-    for path in arguments.heads:
-        sources[path.stem] = list(file_heads(path))
-    for time in arguments.times:
-        sources[f"video DiT, t = {time:g}"] = list(dit_heads([time], *arguments.size))
+    try:
+        sources = {str(file): file_heads(file) for file in arguments.heads}
+        clip = shipped_clip(*arguments.size)
+    except InputError as error:
+        return complain("bench fidelity", error)
+    announce_figure()
+    # Named in short where that tells the files apart.
+    stems = [pathlib.Path(file).stem for file in sources]
+    if len(set(stems)) == len(stems):
+        sources = dict(zip(stems, sources.values(), strict=True))
+    for time in once(arguments.times):
+        sources[f"video DiT, t = {time}"] = list(dit_heads(clip, time))
     return run(sources, arguments.output)
 
 

@@ -7,12 +7,14 @@ but clustered: one of 512 centres of their head and half a normal vector.
 """
 
 import argparse
-import pathlib
 import time
 from collections.abc import Sequence
 from typing import Any
 
+from vc_jax._cli import complain
+
 from ._amdahl import kind_counts
+from ._command_line import once, parser_of, positive
 from ._denoising import KINDS, SCHEDULE
 from ._peers import available_peers
 from ._preprocess_stages import check_codes, check_energy, clustered_inputs, stages
@@ -27,7 +29,6 @@ from ._preprocess_steps import (
 from ._results import environment, markdown_table, write_results
 from ._workloads import WORKLOADS
 from .attention import _missing_gpu
-from .end_to_end import _positive
 
 DEFAULT_WORKLOADS = ("wan-720p",)
 SCHEDULE_WORKLOADS = ("wan-720p", "hunyuan-720p", "longcat-480p", "minimax-h3")
@@ -37,7 +38,7 @@ _BUDGET = 150.0
 
 def parser() -> argparse.ArgumentParser:
     """Command line of this benchmark."""
-    parse = argparse.ArgumentParser(prog="vc-jax bench preprocess", description=__doc__)
+    parse = parser_of("preprocess", __doc__)
     add, names = parse.add_argument, sorted(WORKLOADS)
     add(
         "--workloads",
@@ -56,30 +57,31 @@ def parser() -> argparse.ArgumentParser:
     add("--presets", nargs="+", choices=("int8", "fp8"), default=["int8", "fp8"])
     add(
         "--seconds",
-        type=_positive(float),
+        type=positive(float),
         default=2.0,
         help="of FlashAttention-3 and of each call beside it a round",
     )
-    add("--call-seconds", type=_positive(float), default=0.3, help="of each other call a round")
-    add("--stage-seconds", type=_positive(float), default=0.3, help="of each stage a round")
-    add("--rounds", type=_positive(int), default=2)
+    add("--call-seconds", type=positive(float), default=0.3, help="of each other call a round")
+    add("--stage-seconds", type=positive(float), default=0.3, help="of each stage a round")
+    add("--rounds", type=positive(int), default=2)
     add(
         "--budget",
-        type=_positive(float),
+        type=positive(float),
         default=_BUDGET,
         help="seconds of the whole run after which no second round begins",
     )
-    add("--output", type=pathlib.Path, default=pathlib.Path("benchmark-results"))
     return parse
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; 2 when this machine has no GPU that the kernels run on."""
-    arguments = parser().parse_args(argv)
+    parse = parser()
+    arguments = parse.parse_args(argv)
+    if not arguments.workloads and not arguments.schedules:
+        parse.error("nothing to measure: --workloads and --schedules are both empty")
     reason = _missing_gpu()
     if reason is not None:
-        print(f"vc-jax bench preprocess: {reason}")
-        return 2
+        return complain("bench preprocess", reason)
     peers, missing = available_peers()
     about = environment() | {
         "fa3": peers[PEER][0] if PEER in peers else f"missing: {missing.get(PEER)}",
@@ -99,7 +101,7 @@ def run(arguments: argparse.Namespace, about: dict[str, Any], peer: Any) -> int:
     deadline = deadline_after(arguments.budget)
     report: dict[str, Any] = {"environment": about}
     report["stages"] = {name: _stages_of(name, arguments, deadline) for name in arguments.workloads}
-    names = list(dict.fromkeys(arguments.schedules))
+    names = once(arguments.schedules)
     settings = Settings(
         arguments.presets, arguments.call_seconds, arguments.seconds, arguments.rounds, deadline
     )

@@ -150,6 +150,8 @@ def summary(record: dict[str, Any], output: pathlib.Path) -> str:
 
 def _check(options: Options) -> None:
     """What can be known before a model or a video is loaded."""
+    if not options.attention:
+        raise InputError(f"attention must name at least one of {', '.join(vc_jax.PRESETS)}")
     unknown = [name for name in options.attention if name not in vc_jax.PRESETS]
     if unknown:
         raise InputError(

@@ -14,6 +14,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
+from ._hopper_checks import check_arrays, check_kinds, check_options, within
 from ._hopper_interpreted import InterpretedRegisters
 from ._hopper_kernel import _MEAN_SLOTS, attention_body
 from ._hopper_registers import COUNT_ROWS, E4M3, ROWS, STEP, Registers
@@ -35,7 +36,12 @@ class Config:
       warpgroups: compute warpgroups of a block of threads, 64 queries each.
       cluster: blocks of threads that share their copies of keys and values.
       key_slots, value_slots: steps of 256 tokens that are held or on their way.
-      compute_registers, copy_registers: registers of a thread of either kind.
+      compute_registers, copy_registers: registers of a thread of either kind. They come out of what
+        the hardware gives a block at its start; a block that asks for more would wait forever.
+
+    Raises:
+      TypeError: a number that is no `int`.
+      ValueError: one that the kernel or the hardware does not take.
     """
 
     warpgroups: int = 2
@@ -44,6 +50,32 @@ class Config:
     value_slots: int = 2
     compute_registers: int = 240
     copy_registers: int = 24
+
+    def __post_init__(self):
+        for name, number in vars(self).items():
+            if not isinstance(number, int) or isinstance(number, bool):
+                raise TypeError(f"{name} must be an int, got {number!r}")
+        if self.warpgroups not in (1, 2, 3):
+            raise ValueError(f"warpgroups must be 1, 2 or 3, got {self.warpgroups}")
+        if self.cluster not in (1, 2, 4):
+            raise ValueError(f"cluster must be 1, 2 or 4, got {self.cluster}")
+        for name in ("key_slots", "value_slots"):
+            if getattr(self, name) < 2:
+                raise ValueError(f"{name} must be at least 2, got {getattr(self, name)}")
+        for name in ("compute_registers", "copy_registers"):
+            number = getattr(self, name)
+            if not 24 <= number <= 256 or number % 8:
+                raise ValueError(f"{name} must be a multiple of 8 from 24 to 256, got {number}")
+        # A thread starts with an equal share of 64K registers, rounded down to a multiple of 8.
+        threads = self.warpgroups + 1
+        there = threads * (512 // threads // 8 * 8)
+        if self.warpgroups * self.compute_registers + self.copy_registers > there:
+            raise ValueError(
+                f"compute_registers must be at most "
+                f"{(there - self.copy_registers) // self.warpgroups // 8 * 8} with "
+                f"warpgroups={self.warpgroups} and copy_registers={self.copy_registers}, "
+                f"got {self.compute_registers}"
+            )
 
 
 def default_config(query_length: int, kv_length: int, heads: int, head_dim: int) -> Config:
@@ -203,36 +235,6 @@ def unsupported(
     return None
 
 
-def _check(arrays: dict[str, Any]) -> None:
-    """Raise unless the arrays have the shapes of one call in the prepared layout."""
-    batch, heads, rows, size = arrays["query_codes"].shape
-    key_heads, stored = arrays["key_codes"].shape[1:3]
-    if stored % STEP:
-        raise ValueError(f"key_codes must hold a multiple of {STEP} keys, got {stored}")
-    if heads % key_heads:
-        raise ValueError(
-            f"query_codes must have a multiple of key_codes' {key_heads} heads, got {heads}"
-        )
-    blocks = 2 * stored // STEP
-    code_dtype = arrays["query_codes"].dtype
-    expected = {
-        "query_scale": ((batch, heads, rows), jnp.float32),
-        "key_codes": ((batch, key_heads, stored, size), code_dtype),
-        "key_scale": ((batch, key_heads, blocks), jnp.float32),
-        "value_codes": ((batch, key_heads, size + COUNT_ROWS, stored), E4M3),
-        "value_scale": ((batch, key_heads, size), jnp.float32),
-        "block_means": ((batch, key_heads, blocks, size), jnp.bfloat16),
-        "kv_count": ((batch,), jnp.int32),
-    }
-    for name, (shape, dtype) in expected.items():
-        array = arrays[name]
-        if array is not None and (array.shape != shape or array.dtype != jnp.dtype(dtype)):
-            raise ValueError(
-                f"{name} must be {jnp.dtype(dtype)} {list(shape)}, "
-                f"got {array.dtype} {list(array.shape)}"
-            )
-
-
 def attention(
     query_codes: Shaped[Array, "b n t h"],
     query_scale: Float[Array, "b n t"],
@@ -261,7 +263,8 @@ def attention(
       value_scale: float32 [B, K, H].
       block_means: bfloat16 [B, K, P / 128, H] in units of the value scale; `None`: no means, which
         is faster.
-      kv_count: int32 [B], valid keys of each batch row, 0 to P; the first ones.
+      kv_count: int32 [B], valid keys of each batch row, 0 to P; the first ones. What is traced is
+        clamped to that.
       softmax: `"expcast"`, `"expcast_running"` or `"exp"`.
       out_dtype: float32, bfloat16 or float16.
       return_residual: also return the normaliser.
@@ -274,17 +277,24 @@ def attention(
 
     Raises:
       NotImplementedError: what `unsupported` says.
-      ValueError: an array of another shape or dtype, by name.
+      TypeError: an argument of another kind, by name.
+      ValueError: an array of another shape or dtype, or a `kv_count` out of range, by name.
     """
+    names = ("query_codes", "query_scale", "key_codes", "key_scale", "value_codes", "value_scale")
+    arrays = (query_codes, query_scale, key_codes, key_scale, value_codes, value_scale)
+    named = dict(zip(names, arrays)) | {"block_means": block_means, "kv_count": kv_count}
+    check_options(out_dtype, interpret)
+    if config is not None and not isinstance(config, Config):
+        raise TypeError(f"config must be a Config or None, got {config!r}")
+    check_kinds(named)
     _, heads, rows, size = query_codes.shape
     if config is None:
         config = default_config(rows, key_codes.shape[2], heads, size)
     reason = unsupported(query_codes.dtype, size, softmax, out_dtype, config)
     if reason is not None:
         raise NotImplementedError(f"the Hopper kernel {reason}")
-    names = ("query_codes", "query_scale", "key_codes", "key_scale", "value_codes", "value_scale")
-    arrays = (query_codes, query_scale, key_codes, key_scale, value_codes, value_scale)
-    _check(dict(zip(names, arrays)) | {"block_means": block_means, "kv_count": kv_count})
+    check_arrays(named)
+    kv_count = within(kv_count, key_codes.shape[2])
 
     # Tiled copies are clipped at an array's end but want a multiple of 8 rows; plain ones, and all
     # copies of the interpreter, are not clipped, so their arrays reach to the end of the last tile.

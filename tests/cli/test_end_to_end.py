@@ -276,8 +276,9 @@ def test_long_candidates_run_once_a_round_until_the_deadline():
 
 def test_without_the_gpu_it_says_so_in_one_line(capsys):
     assert _cli.main(["bench", "end-to-end", "--layers", "1"]) == 2
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 1
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert (out, len(lines)) == ("", 1)
     assert "needs a GPU of compute capability 9.0" in lines[0]
 
 

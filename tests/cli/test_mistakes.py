@@ -22,6 +22,13 @@ def run(capsys, *arguments: str) -> tuple[int, list[str]]:
     [
         (["--attention", "int9"], "unknown attention 'int9'"),
         (["--attention", "int8,fp7"], "unknown attention 'fp7'"),
+        (["--attention", ","], "attention must name at least one of bf16, int8"),
+        (["--attention", ""], "attention must name at least one of bf16, int8"),
+        (["--attention", "fp\n7"], "unknown attention"),
+        (["--output", ""], "--output: must not be empty"),
+        (["--video", ""], "--video: must not be empty"),
+        (["--weights", ""], "--weights: must not be empty"),
+        (["--video", "two\nlines.mp4"], "no video file at two lines.mp4"),
         (["--steps", "0"], "steps must be at least 1"),
         (["--steps", "many"], "invalid int value: 'many'"),
         (["--frames", "1"], "frames must be at least 2"),
@@ -85,6 +92,11 @@ def test_a_benchmark_of_another_version_is_one_line(capfd, monkeypatch):
     monkeypatch.setattr(_cli, "BENCHMARKS", ("telepathy",))
     code, lines = run(capfd, "bench", "telepathy")
     assert (code, lines) == (2, ["vc-jax bench: this version has no benchmark 'telepathy'"])
+
+
+def test_a_missing_benchmark_is_one_line_about_the_name_alone(capfd):
+    said = "vc-jax bench: the following arguments are required: NAME (see vc-jax bench --help)"
+    assert run(capfd, "bench") == (2, [said])
 
 
 def test_an_unknown_benchmark_is_one_line(capfd):

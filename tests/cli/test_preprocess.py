@@ -128,8 +128,9 @@ def test_the_default_is_the_wan_shape_and_the_schedules_of_four_models():
 
 def test_without_the_gpu_it_says_so_in_one_line(capsys):
     assert _cli.main(["bench", "preprocess", "--rounds", "1"]) == 2
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 1
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert (out, len(lines)) == ("", 1)
     assert "needs a GPU of compute capability 9.0" in lines[0]
 
 
