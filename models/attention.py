@@ -15,40 +15,62 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from .checks import check_index
+
 AttentionLike = Any
 """A preset's name, a `vc_jax.AttentionConfig` or a callable like `dot_product_attention`."""
+
+
+def check_attention(attention: AttentionLike, name: str = "attention") -> None:
+    """Refuses what is no `attention=` argument, before anything is built or computed with it.
+
+    Raises:
+      ValueError: an unknown preset; the message names the argument.
+      TypeError: not a name, configuration or callable; likewise.
+    """
+    if callable(attention):
+        return
+    import vc_jax
+
+    if isinstance(attention, str):
+        if attention not in vc_jax.PRESETS:
+            raise ValueError(
+                f"{name}: expected one of {sorted(vc_jax.PRESETS)}, a vc_jax.AttentionConfig or a "
+                f"callable, got {attention!r}"
+            )
+    elif not isinstance(attention, vc_jax.AttentionConfig):
+        raise TypeError(
+            f"{name}: expected a preset's name, a vc_jax.AttentionConfig or a callable with the "
+            f"signature of jax.nn.dot_product_attention, got {type(attention).__name__}"
+        )
 
 
 def attention_function(attention: AttentionLike, name: str = "attention") -> Callable[..., Any]:
     """The function behind an `attention=` argument.
 
     Raises:
-      ValueError: an unknown preset.
-      TypeError: not a name, configuration or callable; the message names the argument.
+      ValueError, TypeError: as `check_attention`.
     """
+    check_attention(attention, name)
     if callable(attention):
         return attention
     import vc_jax
 
-    if isinstance(attention, (str, vc_jax.AttentionConfig)):
-        return functools.partial(vc_jax.dot_product_attention, config=attention)
-    raise TypeError(
-        f"{name}: expected a preset's name, a vc_jax.AttentionConfig or a callable with the "
-        f"signature of jax.nn.dot_product_attention, got {type(attention).__name__}"
-    )
+    return functools.partial(vc_jax.dot_product_attention, config=attention)
 
 
 def uses_state(attention: AttentionLike) -> bool:
-    """Whether an `attention=` argument clusters its values, and so gains from a state."""
+    """Whether an `attention=` argument clusters its values, and so gains from a state.
+
+    Raises:
+      ValueError, TypeError: as `check_attention`.
+    """
+    check_attention(attention)
     if callable(attention):
         return False
     import vc_jax
 
-    if isinstance(attention, str):
-        if attention not in vc_jax.PRESETS:
-            raise ValueError(f"attention: expected one of {sorted(vc_jax.PRESETS)}")
-        attention = vc_jax.PRESETS[attention]
-    return attention.clustered
+    return (vc_jax.PRESETS[attention] if isinstance(attention, str) else attention).clustered
 
 
 @functools.partial(
@@ -63,8 +85,8 @@ class AttentionControl:
     Attributes:
       state: V-Smooth state with a leading layer axis (`model.init_attention_state`), or None for
         stateless calls. With a state, a model returns `(output, new_state)`.
-      step: number of the denoising step, an int or a traced int32; needed with `state` or
-        `high_precision_steps`.
+      step: number of the denoising step, 0 first, an int or a traced int32; needed with `state`
+        or `high_precision_steps`.
       high_precision_layers: bool [layers], True where a layer runs as `"bf16"`. May be traced.
       high_precision_steps: bool [steps], True where a step runs as `"bf16"`. May be traced.
       schedule: `vc_jax.DenoisingSchedule`, static; needed with `state`.
@@ -80,10 +102,14 @@ class AttentionControl:
         """The state and the bf16 flag of each layer, as two pytrees with a leading layer axis.
 
         Raises:
-          ValueError: a missing or misshapen field, by name.
+          TypeError: a step that is no integer scalar.
+          ValueError: a missing or misshapen field or a step out of range (where its value is
+            known: not in a trace), by name.
         """
         if self.state is not None and (self.step is None or self.schedule is None):
             raise ValueError("control.state needs control.step and control.schedule")
+        if self.step is not None:
+            check_index("control.step", self.step, self._num_steps())
         flags = self.high_precision_layers
         if flags is not None:
             flags = jnp.asarray(flags, bool)
@@ -104,6 +130,13 @@ class AttentionControl:
             flags = jnp.zeros((num_layers,), bool) if flags is None else flags
             flags = flags | now
         return self.state, flags
+
+    def _num_steps(self) -> int | None:
+        """How many steps there are, as far as the fields say."""
+        if self.schedule is not None:
+            return self.schedule.num_steps
+        steps = self.high_precision_steps
+        return None if steps is None else jnp.size(steps)
 
 
 NO_CONTROL = AttentionControl()

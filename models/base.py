@@ -11,7 +11,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from . import checkpoint
-from .attention import AttentionControl, AttentionLike
+from .attention import AttentionControl, AttentionLike, check_attention
+from .checks import Dims, check_shape
 from .layout import Layout
 from .schedulers import Sampling
 
@@ -75,7 +76,8 @@ class VideoTransformer(nnx.Module):
     """Base of the ported models.
 
     A subclass sets `config_class` and `layouts` (checkpoint layouts by name), and takes
-    `(config, *, attention, cross_attention, dtype, scan_layers, remat, rngs)`.
+    `(config, *, attention, cross_attention, dtype, scan_layers, remat, rngs)`. An unknown attention
+    is refused before anything is made: `ValueError` or `TypeError` by argument.
     """
 
     config_class: ClassVar[type]
@@ -99,6 +101,11 @@ class VideoTransformer(nnx.Module):
         scan_layers: bool = True,
         remat: bool = False,
     ):
+        if not isinstance(config, self.config_class):
+            expected = self.config_class.__name__
+            raise TypeError(f"config: expected a {expected}, got {type(config).__name__}")
+        check_attention(attention)
+        check_attention(cross_attention, "cross_attention")
         self.config = config
         self.attention = attention
         self.cross_attention = cross_attention
@@ -132,7 +139,12 @@ class VideoTransformer(nnx.Module):
         Raises:
           FileNotFoundError: no safetensors at `path`.
           checkpoint.CheckpointError: missing, unexpected and mis-shaped tensors, all in one list.
+          ValueError, TypeError: an unknown attention, before any file is opened; a field of the
+            configuration.
         """
+        for name in ("attention", "cross_attention"):
+            if name in options:
+                check_attention(options[name], name)
         reader = checkpoint.Reader(path)
         if config is None:
             config = cls.config_class.from_dict(reader.config())
@@ -187,6 +199,45 @@ class VideoTransformer(nnx.Module):
     def sampling(self) -> Sampling:
         """The release's own sampling settings."""
         raise NotImplementedError
+
+    def conditioning_keys(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Names of the conditioning's entries: those that it must have, and those that it may."""
+        raise NotImplementedError
+
+    def conditioning_shapes(self, latents: Any, conditioning: dict[str, Any]) -> dict[str, Dims]:
+        """Shapes of those entries that are single arrays. Checks the latents.
+
+        Raises:
+          ValueError: latents of another shape.
+        """
+        raise NotImplementedError
+
+    def check_conditioning(self, conditioning: dict[str, Any]) -> None:
+        """Refuses a conditioning with unknown or without needed entries.
+
+        Raises:
+          ValueError: names the entries, and those that the model takes.
+        """
+        needed, optional = self.conditioning_keys()
+        accepted = f"{type(self).__name__} takes {sorted(needed)} and optionally {sorted(optional)}"
+        unknown = sorted(set(conditioning) - {*needed, *optional})
+        if unknown:
+            raise ValueError(f"conditioning: unknown {unknown}; {accepted}")
+        missing = sorted(name for name in needed if conditioning.get(name) is None)
+        if missing:
+            raise ValueError(f"conditioning: {missing} missing; {accepted}")
+
+    def check_sampling(self, latents: Any, conditioning: dict[str, Any]) -> None:
+        """Refuses latents and conditioning that do not fit the model or each other.
+
+        Raises:
+          ValueError: names the argument or entry.
+        """
+        self.check_conditioning(conditioning)
+        shapes = self.conditioning_shapes(latents, conditioning)
+        for name, value in conditioning.items():
+            if name in shapes and value is not None:
+                check_shape(f"conditioning[{name!r}]", value, shapes[name])
 
     def sampling_state(self, latents: Any, conditioning: dict[str, Any]) -> Any:
         """A fresh state for sampling these latents (both guided halves)."""

@@ -12,7 +12,7 @@ from . import layers
 from .base import run_blocks, stack_blocks
 
 if TYPE_CHECKING:
-    from .hunyuan_video15 import HunyuanVideo15Config
+    from .hunyuan_config import HunyuanVideo15Config
 
 
 class RefinerBlock(nnx.Module):

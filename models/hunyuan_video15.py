@@ -16,132 +16,13 @@ from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
 
-from . import layers, released_layouts, schedulers
+from . import checks, layers, released_layouts, schedulers
 from .attention import NO_CONTROL, AttentionControl, attend, attention_function
 from .base import VideoTransformer, run_blocks, stack_blocks
+from .hunyuan_config import HUNYUAN_VIDEO_15, HunyuanVideo15Config
 from .hunyuan_text import ByT5Projection, ImageProjection, Refiner
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HunyuanVideo15Config:
-    """Sizes; the defaults are those of every released HunyuanVideo-1.5 transformer.
-
-    `in_channels` counts the latents (32), the condition latents (32) and the mask (1).
-    """
-
-    num_layers: int = 54
-    num_refiner_layers: int = 2
-    num_heads: int = 16
-    head_dim: int = 128
-    in_channels: int = 65
-    out_channels: int = 32
-    mlp_ratio: float = 4.0
-    refiner_mlp_ratio: float = 4.0
-    text_dim: int = 3584
-    byt5_dim: int = 1472
-    byt5_hidden: int = 2048
-    image_dim: int = 1152
-    freq_dim: int = 256
-    patch: tuple[int, int, int] = (1, 1, 1)
-    rope_axes: tuple[int, int, int] = (16, 56, 56)
-    rope_theta: float = 256.0
-    use_meanflow: bool = False
-    epsilon: float = 1e-6
-
-    @property
-    def hidden(self) -> int:
-        return self.num_heads * self.head_dim
-
-    @classmethod
-    def from_dict(cls, config: dict[str, Any]) -> "HunyuanVideo15Config":
-        """From the `config.json` of either layout.
-
-        Raises:
-          NotImplementedError: single-stream blocks (HunyuanVideo-1.5 has none).
-        """
-        if "heads_num" in config:
-            return cls._from_original(config)
-        patch = config.get("patch_size", 1)
-        return cls(
-            num_layers=config["num_layers"],
-            num_refiner_layers=config["num_refiner_layers"],
-            num_heads=config["num_attention_heads"],
-            head_dim=config["attention_head_dim"],
-            in_channels=config["in_channels"],
-            out_channels=config["out_channels"],
-            mlp_ratio=config["mlp_ratio"],
-            text_dim=config["text_embed_dim"],
-            byt5_dim=config["text_embed_2_dim"],
-            image_dim=config["image_embed_dim"],
-            patch=(config.get("patch_size_t", 1), patch, patch),
-            rope_axes=tuple(config["rope_axes_dim"]),
-            rope_theta=config["rope_theta"],
-            use_meanflow=config.get("use_meanflow", False),
-        )
-
-    @classmethod
-    def _from_original(cls, config: dict[str, Any]) -> "HunyuanVideo15Config":
-        if config.get("mm_single_blocks_depth"):
-            raise NotImplementedError("mm_single_blocks_depth: single-stream blocks")
-        # Condition latents and mask are concatenated to the latents' own channels.
-        channels = config["in_channels"]
-        channels = 2 * channels + 1 if config.get("concat_condition", True) else channels
-        return cls(
-            num_layers=config["mm_double_blocks_depth"],
-            num_heads=config["heads_num"],
-            head_dim=config["hidden_size"] // config["heads_num"],
-            in_channels=channels,
-            out_channels=config["out_channels"],
-            mlp_ratio=config["mlp_width_ratio"],
-            text_dim=config["text_states_dim"],
-            image_dim=config["vision_states_dim"],
-            patch=tuple(config["patch_size"]),
-            rope_axes=tuple(config["rope_dim_list"]),
-            rope_theta=config.get("rope_theta", 256.0),
-            use_meanflow=config.get("use_meanflow", False),
-        )
-
-    def to_dict(self, layout: str) -> dict[str, Any]:
-        if layout == "original":
-            return {
-                "_class_name": "HunyuanVideo_1_5_DiffusionTransformer",
-                "mm_double_blocks_depth": self.num_layers,
-                "mm_single_blocks_depth": 0,
-                "heads_num": self.num_heads,
-                "hidden_size": self.hidden,
-                "in_channels": (self.in_channels - 1) // 2,
-                "concat_condition": True,
-                "out_channels": self.out_channels,
-                "mlp_width_ratio": self.mlp_ratio,
-                "text_states_dim": self.text_dim,
-                "vision_states_dim": self.image_dim,
-                "patch_size": list(self.patch),
-                "rope_dim_list": list(self.rope_axes),
-                "rope_theta": self.rope_theta,
-                "use_meanflow": self.use_meanflow,
-            }
-        return {
-            "_class_name": "HunyuanVideo15Transformer3DModel",
-            "num_layers": self.num_layers,
-            "num_refiner_layers": self.num_refiner_layers,
-            "num_attention_heads": self.num_heads,
-            "attention_head_dim": self.head_dim,
-            "in_channels": self.in_channels,
-            "out_channels": self.out_channels,
-            "mlp_ratio": self.mlp_ratio,
-            "text_embed_dim": self.text_dim,
-            "text_embed_2_dim": self.byt5_dim,
-            "image_embed_dim": self.image_dim,
-            "patch_size": self.patch[1],
-            "patch_size_t": self.patch[0],
-            "qk_norm": "rms_norm",
-            "rope_axes_dim": list(self.rope_axes),
-            "rope_theta": self.rope_theta,
-            "use_meanflow": self.use_meanflow,
-        }
-
-
-HUNYUAN_VIDEO_15 = HunyuanVideo15Config()
+__all__ = ["HUNYUAN_VIDEO_15", "HunyuanVideo15", "HunyuanVideo15Config", "JointBlock", "Stream"]
 
 
 class Stream(nnx.Module):
@@ -367,15 +248,13 @@ class HunyuanVideo15(VideoTransformer):
           ValueError: shapes that do not fit, by argument.
         """
         config, control = self.config, control or NO_CONTROL
-        grid = layers.latent_grid(latents, config.patch)
-        if latents.shape[1] != config.in_channels:
-            raise ValueError(
-                f"latents: expected {config.in_channels} channels, got {latents.shape[1]}"
-            )
+        grid = layers.latent_grid(latents, config.patch, config.in_channels)
         text_mask, byt5_mask = jnp.asarray(text_mask), jnp.asarray(byt5_mask)
-        for name, rows, mask in (("text", text, text_mask), ("byt5", byt5, byt5_mask)):
-            if mask.shape != rows.shape[:2]:
-                raise ValueError(f"{name}_mask: expected {rows.shape[:2]}, got {mask.shape}")
+        conditioning = {"text": text, "text_mask": text_mask, "byt5": byt5, "byt5_mask": byt5_mask}
+        times = {"timestep": timestep} | ({} if timestep_r is None else {"timestep_r": timestep_r})
+        shapes = self._input_shapes(latents, text, byt5)
+        for name, array in (times | conditioning | {"image": image}).items():
+            checks.check_shape(name, array, shapes[name])
         timestep = jnp.asarray(timestep, jnp.float32)
         embedding = self.time_embedding(timestep, timestep_r)
         rows, lengths = self.text_rows(timestep, text, text_mask, byt5, byt5_mask, image)
@@ -387,10 +266,34 @@ class HunyuanVideo15(VideoTransformer):
         out = layers.unpatchify(y, grid, config.patch, channels_first=True)
         return out if control.state is None else (out, state)
 
+    def _input_shapes(self, latents: Array, text: Array, byt5: Array) -> dict[str, checks.Dims]:
+        """Shapes of everything beside the latents; masks follow the rows that they are of."""
+        config, batch = self.config, {"batch": latents.shape[0]}
+        shapes: dict[str, checks.Dims] = {"timestep": batch, "timestep_r": batch}
+        for name, dim in (("text", "text_dim"), ("byt5", "byt5_dim"), ("image", "image_dim")):
+            shapes[name] = batch | {"rows": None, dim: getattr(config, dim)}
+        for name, rows in (("text", text), ("byt5", byt5)):
+            checks.check_shape(name, rows, shapes[name])
+            shapes[f"{name}_mask"] = batch | {f"rows of {name}": rows.shape[1]}
+        return shapes
+
     @property
     def sampling(self) -> schedulers.Sampling:
         """For 480p; 720p differs in the shift (`schedulers.HUNYUAN_720P_T2V`, `..._I2V`)."""
         return schedulers.HUNYUAN_480P
+
+    def conditioning_keys(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return ("condition", "text", "text_mask", "byt5", "byt5_mask", "image"), ()
+
+    def conditioning_shapes(
+        self, latents: Array, conditioning: dict[str, Array]
+    ) -> dict[str, checks.Dims]:
+        config = self.config
+        layers.latent_grid(latents, config.patch, config.out_channels)
+        batch, channels, *size = latents.shape
+        video = {"batch": batch, "channels": config.in_channels - channels}
+        shapes = self._input_shapes(latents, conditioning["text"], conditioning["byt5"])
+        return shapes | {"condition": video | dict(zip("thw", size, strict=True))}
 
     def sampling_state(self, latents: Array, conditioning: dict[str, Array]) -> Any:
         rows = math.prod(layers.latent_grid(latents, self.config.patch))
@@ -406,6 +309,7 @@ class HunyuanVideo15(VideoTransformer):
     ) -> tuple[Array, Any]:
         """One evaluation for the sampler. `conditioning`: `condition` [B, 33, T, H, W] (condition
         latents and mask), `text`, `text_mask`, `byt5`, `byt5_mask`, `image`."""
+        self.check_conditioning(conditioning)
         rest = dict(conditioning)
         condition = rest.pop("condition").astype(latents.dtype)
         latents = jnp.concatenate([latents, condition], axis=1)

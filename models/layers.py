@@ -15,6 +15,8 @@ from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
+from .checks import check_shape
+
 _INIT = nnx.initializers.normal(0.02)
 
 
@@ -263,12 +265,18 @@ def rotate_halves(x: Float[Array, "b s n h"], cos: Array, sin: Array) -> Float[A
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
-def latent_grid(latents: Array, patch: Sequence[int], name: str = "latents") -> tuple[int, ...]:
-    """Rows along (t, h, w) of latents [B, C, T, H, W] under a patch; checks the shape."""
-    if latents.ndim != 5:
-        raise ValueError(f"{name}: expected [batch, channels, t, h, w], got {latents.shape}")
+def latent_grid(
+    latents: Array, patch: Sequence[int], channels: int | None = None
+) -> tuple[int, ...]:
+    """Rows along (t, h, w) of latents [B, C, T, H, W] under a patch; checks the shape.
+
+    Raises:
+      ValueError: another number of axes or channels, or sizes that the patch does not divide.
+    """
+    dims = {"batch": None, "channels": channels, "t": None, "h": None, "w": None}
+    check_shape("latents", latents, dims)
     if any(size % step for size, step in zip(latents.shape[2:], patch, strict=True)):
-        raise ValueError(f"{name}: {latents.shape[2:]} is not divisible by the patch {patch}")
+        raise ValueError(f"latents: {latents.shape[2:]} is not divisible by the patch {patch}")
     return tuple(size // step for size, step in zip(latents.shape[2:], patch, strict=True))
 
 

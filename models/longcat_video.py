@@ -16,7 +16,7 @@ from flax import nnx
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from . import layers, released_layouts, schedulers
+from . import checks, layers, released_layouts, schedulers
 from .attention import NO_CONTROL, AttentionControl, attend, attention_function
 from .base import VideoTransformer, run_blocks, stack_blocks
 from .longcat_block import KVCache, LongCatBlock
@@ -28,6 +28,9 @@ class LongCatVideoConfig:
 
     `attend_text_pads`: pads are zeroed after the text projection and stay visible (the release);
     otherwise they are masked.
+
+    Raises:
+      ValueError: a field out of range, by name.
     """
 
     num_layers: int = 48
@@ -43,6 +46,13 @@ class LongCatVideoConfig:
     attend_text_pads: bool = True
     epsilon: float = 1e-6
     rope_theta: float = 10_000.0
+
+    def __post_init__(self):
+        checks.check_fields(self)
+        checks.check_head_dim(checks.share_of_heads("hidden", self.hidden, self.num_heads))
+        checks.check_even(self, "freq_dim")
+        if self.patch[0] != 1:
+            raise ValueError(f"patch: expected 1 in time, got {self.patch}")
 
     @property
     def head_dim(self) -> int:
@@ -63,7 +73,8 @@ class LongCatVideoConfig:
         """From a `config.json`.
 
         Raises:
-          ValueError: patches in time (the release has none, and frames carry a timestep each).
+          ValueError: patches in time (the release has none, and frames carry a timestep each), or
+            a field out of range.
         """
         patch = tuple(config.get("patch_size", (1, 2, 2)))
         if patch[0] != 1:
@@ -205,11 +216,8 @@ class LongCatVideo(VideoTransformer):
           ValueError: arguments that do not fit, by name.
         """
         config, control = self.config, control or NO_CONTROL
-        grid = layers.latent_grid(latents, config.patch)
-        if latents.shape[1] != config.in_channels:
-            raise ValueError(
-                f"latents: expected {config.in_channels} channels, got {latents.shape[1]}"
-            )
+        grid = layers.latent_grid(latents, config.patch, config.in_channels)
+        self._check_inputs(latents, timestep, text, text_mask)
         rows_per_frame = grid[1] * grid[2]
         cond_rows = 0 if kv_cache is not None else num_cond_latents * rows_per_frame
         if num_cond_latents < 0 or cond_rows >= grid[0] * rows_per_frame:
@@ -251,15 +259,26 @@ class LongCatVideo(VideoTransformer):
         results = (*results, *([] if control.state is None else [state]))
         return results if len(results) > 1 else out
 
+    def _check_inputs(
+        self, latents: Array, timestep: ArrayLike, text: Array, text_mask: ArrayLike | None
+    ) -> None:
+        batch, frames = {"batch": latents.shape[0]}, latents.shape[2]
+        checks.check_shape("timestep", timestep, batch, batch | {"frames": frames})
+        checks.check_shape("text", text, batch | {"rows": None, "text_dim": self.config.text_dim})
+        if text_mask is not None:
+            checks.check_shape("text_mask", text_mask, batch | {"rows of text": text.shape[1]})
+
     def _check_cache(self, cache: KVCache, batch: int, rows: int) -> None:
         config = self.config
+        dims = {
+            "layers": config.num_layers,
+            "batch": batch,
+            "num_cond_latents · rows a frame": rows,
+            "heads": config.num_heads,
+            "head_dim": config.head_dim,
+        }
         for name, array in zip(("key", "value"), cache, strict=True):
-            shape = (config.num_layers, array.shape[1], rows, config.num_heads, config.head_dim)
-            if array.shape != shape or array.shape[1] not in (1, batch):
-                raise ValueError(
-                    f"kv_cache.{name}: expected [layers, {batch} or 1, num_cond_latents · rows a "
-                    f"frame, heads, head_dim] = {shape}, got {array.shape}"
-                )
+            checks.check_shape(f"kv_cache.{name}", array, dims, dims | {"batch": 1})
 
     def _self_attention(
         self,
@@ -291,6 +310,21 @@ class LongCatVideo(VideoTransformer):
     def sampling(self) -> schedulers.Sampling:
         return schedulers.LONGCAT
 
+    def conditioning_keys(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return ("text",), ("text_mask", "cond_latents", "kv_cache")
+
+    def conditioning_shapes(
+        self, latents: Array, conditioning: dict[str, Any]
+    ) -> dict[str, checks.Dims]:
+        config = self.config
+        layers.latent_grid(latents, config.patch, config.in_channels)
+        batch, channels, _, height, width = latents.shape
+        text = {"batch": batch, "rows": None, "text_dim": config.text_dim}
+        checks.check_shape("conditioning['text']", conditioning["text"], text)
+        rows = conditioning["text"].shape[1]
+        frames = {"batch": batch, "channels": channels, "t": None, "h": height, "w": width}
+        return {"text_mask": {"batch": batch, "rows of text": rows}, "cond_latents": frames}
+
     def sampling_state(self, latents: Array, conditioning: dict[str, Any]) -> Any:
         frame = math.prod(layers.latent_grid(latents, self.config.patch)[1:])
         frames, cache = conditioning.get("cond_latents"), conditioning.get("kv_cache")
@@ -315,6 +349,7 @@ class LongCatVideo(VideoTransformer):
     ) -> tuple[Array, Any]:
         """One evaluation for the sampler. `conditioning`: `text`, `text_mask` (optional), and for
         continuation `cond_latents` [B, C, n, H, W], or `kv_cache` of those frames."""
+        self.check_conditioning(conditioning)
         frames, cache = conditioning.get("cond_latents"), conditioning.get("kv_cache")
         if frames is not None and cache is not None:
             raise ValueError("conditioning: cond_latents or their kv_cache, not both")

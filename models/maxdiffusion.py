@@ -19,7 +19,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array
 
-from .attention import AttentionLike, attention_function
+from .attention import AttentionLike, attention_function, check_attention
+from .checks import check_index, check_shape
 
 Kernel = Callable[[Array, Array, Array, dict[str, Any]], Array]
 
@@ -37,16 +38,26 @@ def attention_kernel(
         like `jax.nn.dot_product_attention`.
       cross_attention: for cross-attention, and for fewer keys than `min_key_length` (MaxDiffusion
         applies its own `flash_min_seq_length` to its built-in kernels only).
+      min_key_length: see `cross_attention`; 0 for none.
 
     Returns:
-      The kernel. It raises `NotImplementedError` for causal attention. The batch and heads follow
-      the mesh axes that the context's logical names map to; so do the query rows, with all keys
-      on every device. An axis that does not divide batch or heads is left out.
+      The kernel. It raises `NotImplementedError` for causal attention, and `ValueError` for shapes
+      that do not fit each other or the context's `heads` (and `dim_head`, if it has one). The
+      batch and heads follow the mesh axes that the context's logical names map to; so do the query
+      rows, with all keys on every device. An axis that does not divide batch or heads is left out.
+
+    Raises:
+      ValueError: an unknown preset or a negative length, by argument.
+      TypeError: not an attention, or a length that is no integer, by argument.
     """
+    check_attention(attention)
+    check_attention(cross_attention, "cross_attention")
+    check_index("min_key_length", min_key_length, None)
 
     def kernel(query: Array, key: Array, value: Array, context: dict[str, Any]) -> Array:
         if context.get("is_causal"):
             raise NotImplementedError("is_causal: video attention is not causal")
+        _check_inputs(query, key, value, context)
         crossing = query.ndim == 3
         query, key, value = (_split_heads(x, context["heads"]) for x in (query, key, value))
         short = key.shape[1] < min_key_length
@@ -72,14 +83,46 @@ def register(name: str, attention: AttentionLike = "int8", **options: Any) -> No
 
     Raises:
       ValueError: a name with "ring" or "ulysses" in it: MaxDiffusion changes its sharding rules
-        for these.
+        for these. Also as `attention_kernel`.
+      TypeError: as `attention_kernel`.
       ImportError: MaxDiffusion is not installed.
     """
     if "ring" in name or "ulysses" in name:
         raise ValueError(f"name: {name!r} contains 'ring' or 'ulysses'")
+    kernel = attention_kernel(attention, **options)
     from maxdiffusion.models import attention_flax  # type: ignore[import-not-found]
 
-    attention_flax.register_kernel(name)(attention_kernel(attention, **options))
+    attention_flax.register_kernel(name)(kernel)
+
+
+def _check_inputs(query: Array, key: Array, value: Array, context: dict[str, Any]) -> None:
+    """Both layouts of the registry; the context's sizes have to be those of the arrays."""
+    heads, size = context["heads"], context.get("dim_head")
+    batch = query.shape[0] if query.ndim else None
+    if query.ndim == 4:
+        size = query.shape[3] if size is None else size
+        split = {"batch": batch, "context['heads']": heads, "rows": None, "head_dim": size}
+        check_shape("query", query, split)
+        check_shape("key", key, split)
+        check_shape("value", value, split | {"rows": key.shape[2]})
+        rows = key.shape[2]
+    else:
+        check_shape("query", query, {"batch": batch, "rows": None, "heads · head_dim": None})
+        width = query.shape[2] if size is None else heads * size
+        if width % heads:
+            raise ValueError(
+                f"query: expected a width that is a multiple of context['heads'] = {heads}, "
+                f"got {width}"
+            )
+        flat = {"batch": batch, "rows": None, "context['heads'] · head_dim": width}
+        check_shape("query", query, flat)
+        check_shape("key", key, flat)
+        check_shape("value", value, flat | {"rows": key.shape[1]})
+        rows = key.shape[1]
+    mask = context.get("attention_mask")
+    if mask is not None:
+        shapes = [{"batch": size, "keys": rows} for size in (batch, 1)]
+        check_shape("context['attention_mask']", mask, *shapes)
 
 
 def _split_heads(x: Array, heads: int) -> Array:

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
 
-from . import layers, released_layouts, schedulers
+from . import checks, layers, released_layouts, schedulers
 from .attention import NO_CONTROL, AttentionControl, attend, attention_function
 from .base import VideoTransformer, run_blocks, stack_blocks
 from .minimax_packing import MODALITIES, PackedLayout
@@ -24,7 +24,11 @@ from .minimax_packing import MODALITIES, PackedLayout
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MiniMaxH3Config:
-    """Sizes; the defaults are those of the released MiniMax-H3."""
+    """Sizes; the defaults are those of the released MiniMax-H3.
+
+    Raises:
+      ValueError: a field out of range, by name.
+    """
 
     num_layers: int = 50
     num_refiner_layers: int = 2
@@ -45,12 +49,27 @@ class MiniMaxH3Config:
     qk_epsilon: float = 1e-5
     final_epsilon: float = 1e-5
 
+    def __post_init__(self):
+        checks.check_fields(self)
+        checks.check_even(self, "head_dim", "freq_dim")
+        if 6 * self.rope_freqs > self.head_dim:
+            raise ValueError(
+                f"rope_freqs: expected at most a sixth of head_dim = {self.head_dim}, "
+                f"got {self.rope_freqs}"
+            )
+
+    @property
+    def patch_features(self) -> int:
+        """Values in a video row."""
+        return self.in_channels * math.prod(self.patch)
+
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "MiniMaxH3Config":
         """From the `config.json` of either layout.
 
         Raises:
           KeyError: a size that the configuration does not give.
+          ValueError: a field out of range.
         """
         values: dict[str, Any] = {}
         for field in dataclasses.fields(cls):
@@ -160,7 +179,7 @@ class MiniMaxH3(VideoTransformer):
     def __init__(self, config: MiniMaxH3Config, *, rngs: nnx.Rngs, **options: Any):
         super().__init__(config, **options)
         width, dtype, exact = config.hidden, self.dtype, jnp.float32
-        rows = config.in_channels * math.prod(config.patch)
+        rows = config.patch_features
 
         def create(kind: type[PlainBlock]) -> Any:
             return lambda rngs: kind(config, dtype=dtype, rngs=rngs)
@@ -243,18 +262,14 @@ class MiniMaxH3(VideoTransformer):
           state as a third if `control` has one.
 
         Raises:
-          ValueError: row counts that do not fit the layout, by argument.
+          ValueError: shapes that do not fit each other, the layout or the model, and indices out
+            of range (where they are known: not in a trace), by argument.
         """
         config, control = self.config, control or NO_CONTROL
-        rows = len(layout.tags)
+        batch = video.shape[0] if video.ndim else None
         for name, array in (("video", video), ("audio", audio), ("text", text)):
-            expected = len(getattr(layout, f"{name}_indices"))
-            if array.ndim != 3 or array.shape[1] != expected:
-                raise ValueError(f"{name}: expected [B, {expected}, ...], got {array.shape}")
-        if jnp.shape(timestep_indices) != (rows,):
-            raise ValueError(
-                f"timestep_indices: expected [{rows}], got {jnp.shape(timestep_indices)}"
-            )
+            checks.check_shape(name, array, self._row_shapes(batch, layout)[name])
+        self._check_layout(layout, timestep, timestep_indices)
         timestep_indices = jnp.asarray(timestep_indices, jnp.int32)
         active = jax.nn.silu(self.time_embedding(timestep)).astype(self.dtype)
         table_rows = timestep_indices * MODALITIES + jnp.asarray(layout.tags, jnp.int32)
@@ -295,6 +310,50 @@ class MiniMaxH3(VideoTransformer):
     def sampling(self) -> schedulers.Sampling:
         return schedulers.MINIMAX
 
+    def _row_shapes(self, batch: int | None, layout: PackedLayout) -> dict[str, checks.Dims]:
+        config = self.config
+        widths = {
+            "video": ("patch_features", config.patch_features),
+            "audio": ("audio_channels", config.audio_channels),
+            "text": ("text_dim", config.text_dim),
+        }
+        return {
+            name: {"batch": batch, "rows": len(getattr(layout, f"{name}_indices")), width: size}
+            for name, (width, size) in widths.items()
+        }
+
+    def _check_layout(
+        self, layout: PackedLayout, timestep: ArrayLike, timestep_indices: ArrayLike
+    ) -> None:
+        count = len(layout.tags)
+        checks.check_shape("timestep", timestep, {"times": None})
+        checks.check_shape("timestep_indices", timestep_indices, {"rows": count})
+        checks.check_indices("timestep_indices", timestep_indices, np.shape(timestep)[0])
+        checks.check_shape("layout.positions", layout.positions, {"rows": count, "axes": 3})
+        checks.check_indices("layout.tags", layout.tags, MODALITIES)
+        for name in ("text_indices", "audio_indices", "video_indices"):
+            checks.check_indices(f"layout.{name}", getattr(layout, name), count)
+
+    def conditioning_keys(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return ("text", "layout"), ("keyframe_rows", "keyframe_time")
+
+    def conditioning_shapes(
+        self, latents: dict[str, Array], conditioning: dict[str, Any]
+    ) -> dict[str, checks.Dims]:
+        if sorted(latents) != ["audio", "video"]:
+            raise ValueError(f"latents: expected 'video' and 'audio', got {sorted(latents)}")
+        layout, video = conditioning["layout"], latents["video"]
+        batch = video.shape[0] if video.ndim else None
+        shapes = self._row_shapes(batch, layout)
+        checks.check_shape("latents['audio']", latents["audio"], shapes["audio"])
+        # Of the layout's video rows, the keyframes' are given and the others are latents.
+        keyframes, rows = conditioning.get("keyframe_rows"), dict(shapes["video"])
+        if keyframes is None:
+            checks.check_shape("latents['video']", video, rows)
+        checks.check_shape("latents['video']", video, rows | {"rows": None})
+        keyframe_rows = rows | {"rows": len(layout.video_indices) - video.shape[1]}
+        return {"text": shapes["text"], "keyframe_rows": keyframe_rows, "keyframe_time": {}}
+
     def sampling_state(self, latents: dict[str, Array], conditioning: dict[str, Any]) -> Any:
         return self.init_attention_state(
             latents["video"].shape[0], len(conditioning["layout"].tags)
@@ -312,6 +371,7 @@ class MiniMaxH3(VideoTransformer):
         `latents` and `time` have `video` and `audio`. `conditioning`: `text`, `layout`, and with
         keyframes `keyframe_rows` [B, C, p] (noised to `keyframe_time`, 0.999 in the release).
         """
+        self.check_conditioning(conditioning)
         layout: PackedLayout = conditioning["layout"]
         video = latents["video"]
         keyframes = conditioning.get("keyframe_rows")

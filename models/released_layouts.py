@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from .layout import Layout
 
 if TYPE_CHECKING:
-    from .hunyuan_video15 import HunyuanVideo15Config
+    from .hunyuan_config import HunyuanVideo15Config
     from .longcat_video import LongCatVideoConfig
     from .minimax_h3 import MiniMaxH3Config
     from .wan import WanConfig

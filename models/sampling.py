@@ -42,8 +42,9 @@ def sample(
     Args:
       model: a ported model; of Wan2.2-A14B, the high-noise expert.
       latents: noise of the shape of the result.
-      conditioning: what the model's `denoise` names: `text` and so on.
-      negative: the same for the unconditional half; keys left out are shared.
+      conditioning: what the model's `denoise` names: `text` and so on; None is as if left out.
+      negative: entries of `conditioning` for the unconditional half, of the same shapes; those
+        left out are shared. Only with guidance.
       sampling: steps, solver, shift, guidance; default `model.sampling`, the release's own.
       low_noise_model: the low-noise expert of Wan2.2-A14B; needed if `sampling.boundary` is set.
         The V-Smooth state is reset when it takes over.
@@ -56,18 +57,15 @@ def sample(
       Latents in float32.
 
     Raises:
-      ValueError: arguments that do not fit, by name.
+      ValueError: arguments that do not fit or would be ignored, and unknown or missing entries of
+        the conditioning, by name.
     """
     sampling = model.sampling if sampling is None else sampling
-    guided = bool(np.any(sampling.guidance_scales() != 1.0))
-    if guided and negative is None:
-        raise ValueError("negative: guidance needs it; or pass sampling with guidance=1.0")
-    if guided and isinstance(latents, dict):
-        raise ValueError("sampling.guidance: this model takes none")
-    if (sampling.boundary is not None) != (low_noise_model is not None):
-        raise ValueError("low_noise_model: needed with sampling.boundary, and only then")
-    if isinstance(latents, dict) != (sampling.audio_shift is not None):
-        raise ValueError("latents: a dict of `video` and `audio` goes with sampling.audio_shift")
+    _check_modes(latents, negative, sampling, low_noise_model)
+    latents = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), latents)
+    model.check_sampling(latents, conditioning)
+    conditioning = {name: value for name, value in conditioning.items() if value is not None}
+    _check_negative(negative, conditioning)
     if schedule is None and uses_state(model.attention):
         import vc_jax
 
@@ -92,9 +90,9 @@ def sample(
         schedule,
         progress,
         parameters,
-        jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), latents),
+        latents,
         conditioning,
-        negative if guided else None,
+        negative,
         (high_precision_layers, high_precision_steps),
     )
     if progress:
@@ -180,13 +178,46 @@ def _reset(state: Any) -> Any:
     return vc_jax.reset(state)
 
 
+def _check_modes(
+    latents: Latents,
+    negative: dict[str, Any] | None,
+    sampling: Sampling,
+    low_noise_model: VideoTransformer | None,
+) -> None:
+    """Arguments that go only with some settings of the sampling."""
+    guided = bool(np.any(sampling.guidance_scales() != 1.0))
+    if guided and isinstance(latents, dict):
+        raise ValueError("sampling.guidance: this model takes none")
+    if guided and negative is None:
+        raise ValueError("negative: guidance needs it; or pass sampling with guidance=1.0")
+    if not guided and negative is not None:
+        raise ValueError("negative: without guidance (sampling.guidance is 1) it would be ignored")
+    if (sampling.boundary is not None) != (low_noise_model is not None):
+        raise ValueError("low_noise_model: needed with sampling.boundary, and only then")
+    if isinstance(latents, dict) != (sampling.audio_shift is not None):
+        raise ValueError("latents: a dict of `video` and `audio` goes with sampling.audio_shift")
+
+
+def _check_negative(negative: dict[str, Any] | None, positive: dict[str, Any]) -> None:
+    """Both halves run as one batch: each entry has to have the shape of the conditioning's own."""
+    unknown = sorted(set(negative or ()) - set(positive))
+    if unknown:
+        raise ValueError(
+            f"negative: {unknown} is not in conditioning, which has {sorted(positive)}"
+        )
+    for name, value in (negative or {}).items():
+        got, wanted = (jax.tree.map(np.shape, entry) for entry in (value, positive[name]))
+        if got != wanted:
+            raise ValueError(
+                f"negative[{name!r}]: expected the shape of conditioning[{name!r}], {wanted}, "
+                f"got {got}"
+            )
+
+
 def _both(
     model: VideoTransformer, negative: dict[str, Any], positive: dict[str, Any], latents: Array
 ) -> dict[str, Any]:
     """Conditioning of the doubled batch: the unconditional half first."""
-    unknown = sorted(set(negative) - set(positive))
-    if unknown:
-        raise ValueError(f"negative: {unknown} is not in conditioning")
 
     def join(axis: int, first: Array, second: Array) -> Array:
         # One entry for the whole batch (a cache) is left to broadcast.

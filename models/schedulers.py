@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from .checks import check_fields
+
 Grid = Literal["wan", "flow", "longcat", "minimax"]
 TRAIN_STEPS = 1000
 
@@ -52,21 +54,11 @@ class Sampling:
     audio_shift: float | None = None
 
     def __post_init__(self):
-        if self.num_steps < 1:
-            raise ValueError(f"num_steps: expected at least 1, got {self.num_steps}")
-        for name in ("shift", "audio_shift"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"{name}: expected a positive number, got {value}")
-        for name, allowed in (
-            ("grid", ("wan", "flow", "longcat", "minimax")),
-            ("solver", ("euler", "unipc")),
-            ("guidance_form", ("cfg", "cfg_zero")),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}: expected one of {allowed}, got {getattr(self, name)!r}")
-        if not 1 <= self.order <= 3:
+        check_fields(self, any_sign=("guidance", "guidance_high_noise"))
+        if self.order > 3:
             raise ValueError(f"order: expected 1, 2 or 3, got {self.order}")
+        if self.boundary is not None and self.boundary >= 1:
+            raise ValueError(f"boundary: expected a number between 0 and 1, got {self.boundary}")
 
     def sigmas(self, shift: float | None = None) -> Float[np.ndarray, "steps_plus_1"]:
         """σ before each step and after the last, float64."""

@@ -21,6 +21,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
+from .checks import check_fields, check_head_dim
 from .rope import RopeTable, apply_rope, rope_table
 
 _INIT = nnx.initializers.variance_scaling(1.0, "fan_in", "normal")
@@ -68,6 +69,9 @@ class VideoDiTConfig:
       data_std: standard deviation of the pixels in [-1, 1], for the output's preconditioning.
       compute_dtype: dtype of the matrix products and of the attention's inputs. Parameters,
         residual stream, norms, modulation and output are float32 in any case.
+
+    Raises:
+      ValueError: a field out of range, by name.
     """
 
     channels: int = 3
@@ -80,6 +84,16 @@ class VideoDiTConfig:
     rope_theta: float = 100.0
     data_std: float = 0.5
     compute_dtype: str = "bfloat16"
+
+    def __post_init__(self):
+        check_fields(self)
+        check_head_dim(self.head_dim)
+        try:
+            floating = jnp.issubdtype(jnp.dtype(self.compute_dtype), jnp.floating)
+        except TypeError:
+            floating = False
+        if not floating:
+            raise ValueError(f"compute_dtype: expected a float type, got {self.compute_dtype!r}")
 
     @property
     def patch_channels(self) -> int:

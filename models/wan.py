@@ -16,14 +16,18 @@ from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
-from . import layers, released_layouts, schedulers
+from . import checks, layers, released_layouts, schedulers
 from .attention import NO_CONTROL, AttentionControl, attend, attention_function
 from .base import VideoTransformer, run_blocks, stack_blocks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WanConfig:
-    """Sizes of a Wan model. `in_channels` 36 is I2V: latents, mask and image latents together."""
+    """Sizes of a Wan model. `in_channels` 36 is I2V: latents, mask and image latents together.
+
+    Raises:
+      ValueError: a field out of range, by name.
+    """
 
     num_layers: int
     num_heads: int
@@ -37,6 +41,11 @@ class WanConfig:
     cross_attn_norm: bool = True
     epsilon: float = 1e-6
     rope_theta: float = 10_000.0
+
+    def __post_init__(self):
+        checks.check_fields(self)
+        checks.check_head_dim(self.head_dim)
+        checks.check_even(self, "freq_dim")
 
     @property
     def hidden(self) -> int:
@@ -54,7 +63,7 @@ class WanConfig:
 
         Raises:
           NotImplementedError: a Wan variant with image cross-attention (Wan2.1 I2V).
-          ValueError: another normalisation of queries and keys.
+          ValueError: another normalisation of queries and keys, or a field out of range.
         """
         if config.get("image_dim") or config.get("added_kv_proj_dim"):
             raise NotImplementedError("image_dim: Wan2.1 image cross-attention is not supported")
@@ -67,7 +76,9 @@ class WanConfig:
         return cls(
             num_layers=config["num_layers"],
             num_heads=heads,
-            head_dim=config["dim"] // heads if original else config["attention_head_dim"],
+            head_dim=checks.share_of_heads("dim", config["dim"], heads)
+            if original
+            else config["attention_head_dim"],
             ffn_dim=config["ffn_dim"],
             in_channels=config["in_dim" if original else "in_channels"],
             out_channels=config["out_dim" if original else "out_channels"],
@@ -262,11 +273,10 @@ class Wan(VideoTransformer):
           ValueError: shapes that do not fit, by argument.
         """
         config, control = self.config, control or NO_CONTROL
-        grid = layers.latent_grid(latents, config.patch)
-        if latents.shape[1] != config.in_channels:
-            raise ValueError(
-                f"latents: expected {config.in_channels} channels, got {latents.shape[1]}"
-            )
+        grid = layers.latent_grid(latents, config.patch, config.in_channels)
+        batch = {"batch": latents.shape[0]}
+        checks.check_shape("timestep", timestep, batch, batch | {"groups": None})
+        checks.check_shape("text", text, batch | {"rows": None, "text_dim": config.text_dim})
         rope = self.rope(grid)
         embedding = self.time_embedding(timestep)
         modulation = self.time_projection(jax.nn.silu(embedding))
@@ -302,6 +312,24 @@ class Wan(VideoTransformer):
             self.config.in_channels, schedulers.WAN_T2V_A14B
         )
 
+    def conditioning_keys(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        if self.config.in_channels > self.config.out_channels:
+            return ("text", "condition"), ()
+        return ("text",), ("first_frame",)
+
+    def conditioning_shapes(
+        self, latents: Array, conditioning: dict[str, Array]
+    ) -> dict[str, checks.Dims]:
+        config = self.config
+        layers.latent_grid(latents, config.patch, config.out_channels)
+        batch, channels, *size = latents.shape
+        video = {"batch": batch, "channels": channels} | dict(zip("thw", size, strict=True))
+        return {
+            "text": {"batch": batch, "rows": None, "text_dim": config.text_dim},
+            "first_frame": video | {"t": 1},
+            "condition": video | {"channels": config.in_channels - channels},
+        }
+
     def sampling_state(self, latents: Array, conditioning: dict[str, Array]) -> Any:
         rows = math.prod(layers.latent_grid(latents, self.config.patch))
         return self.init_attention_state(latents.shape[0], rows)
@@ -322,9 +350,10 @@ class Wan(VideoTransformer):
     ) -> tuple[Array, Any]:
         """One evaluation for the sampler. `conditioning`: `text`, and for image-to-video
         `first_frame` [B, C, 1, H, W] (TI2V-5B) or `condition` [B, 20, T, H, W] (I2V-A14B)."""
+        self.check_conditioning(conditioning)
         batch, frames = latents.shape[0], latents.shape[2] // self.config.patch[0]
         timestep = jnp.broadcast_to(time, (batch, 1))
-        if "first_frame" in conditioning:
+        if conditioning.get("first_frame") is not None:
             timestep = jnp.broadcast_to(time, (batch, frames)).at[:, 0].set(0.0)
         if "condition" in conditioning:
             condition = conditioning["condition"].astype(latents.dtype)

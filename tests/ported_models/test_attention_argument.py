@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import vc_jax
-from vc_jax.models.attention import AttentionControl, attention_function, uses_state
+from vc_jax.models.attention import AttentionControl, attend, attention_function, uses_state
 
 from . import golden
 
@@ -42,6 +42,14 @@ def run(port: Any, name: str, control: AttentionControl | None = None, case: str
 def video(name: str, attention: Any) -> np.ndarray:
     """The video output of the case `main`."""
     return first(run(model(name, attention), name))
+
+
+def run_eagerly(port: Any, name: str, control: AttentionControl) -> Any:
+    """The case `main` with a control whose values are known, traced only for its shapes."""
+    arguments = golden.fixture(name).arguments("main")
+    return jax.eval_shape(
+        lambda arguments: golden.call(port, arguments, control=control), arguments
+    )
 
 
 def first(results: Any) -> np.ndarray:
@@ -95,8 +103,8 @@ def test_only_self_attention_takes_the_low_bit_attention():
 def test_bad_arguments_are_named():
     with pytest.raises(TypeError, match=r"cross_attention: expected .* got int"):
         attention_function(3, "cross_attention")
-    with pytest.raises(ValueError, match="int4"):
-        run(golden.fixture("wan_t2v").model(attention="int4"), "wan_t2v")
+    with pytest.raises(ValueError, match=r"attention: expected one of .*'int8'.* got 'int4'"):
+        attention_function("int4")
     port = model("wan_t2v", "int8")
     with pytest.raises(ValueError, match=r"high_precision_layers: expected \[2\], got \(3,\)"):
         run(port, "wan_t2v", AttentionControl(high_precision_layers=jnp.zeros(3, bool)))
@@ -108,6 +116,18 @@ def test_bad_arguments_are_named():
     with pytest.raises(ValueError, match=r"high_precision_steps: expected \[8\]"):
         run(port, "wan_t2v", control)
     state = state_for("wan_t2v")
+    for steps in (SCHEDULE, None):
+        for step in (8, -1):
+            by_step = AttentionControl(
+                step=step, high_precision_steps=jnp.zeros(8, bool), schedule=steps
+            )
+            with pytest.raises(ValueError, match=rf"control\.step must be in \[0, 7\], got {step}"):
+                run_eagerly(port, "wan_t2v", by_step)
+    with pytest.raises(ValueError, match=r"control\.step must be in \[0, 7\], got 8"):
+        run_eagerly(port, "wan_t2v", AttentionControl(state, step=8, schedule=SCHEDULE))
+    for step in (1.0, jnp.zeros(2, jnp.int32)):
+        with pytest.raises(TypeError, match=r"control\.step must be an integer scalar"):
+            AttentionControl(step=step, high_precision_steps=jnp.zeros(8, bool)).per_layer(2)
     with pytest.raises(ValueError, match=r"needs control\.step and control\.schedule"):
         run(port, "wan_t2v", AttentionControl(state))
     plain = golden.fixture("wan_t2v").model()
@@ -209,6 +229,29 @@ def test_rows_of_the_batch_are_independent(name):
         alone = golden.run(port, {key: array[row : row + 1] for key, array in arguments.items()})
         # The order of float sums may differ; a scale or a centroid shared by rows would be seen.
         assert golden.relative_l2(alone[0], both[row]) < 2e-3, row
+
+
+def test_one_decision_about_the_order_holds_for_the_whole_batch():
+    """A row whose valid keys change makes the others cluster anew; no result mixes rows."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    first, later = (jax.random.normal(key, (2, 200, 2, 64)) for key in keys)
+    schedule = vc_jax.DenoisingSchedule(8, smoothing_fraction=0.5)
+
+    def step(number: int, state: Any, rows: Any, *lengths: int) -> tuple[Any, Any]:
+        control = AttentionControl(step=number, schedule=schedule)
+        valid = jnp.array(lengths)
+        return attend(CLUSTERED, rows, rows, rows, control, state, None, valid)
+
+    _, made = step(0, vc_jax.init_state(CLUSTERED, 2, 200, 2, 64), first, 200, 150)
+    _, kept = step(1, made, later, 200, 150)
+    np.testing.assert_array_equal(kept.permutation, made.permutation)
+    out, anew = step(1, made, later, 200, 140)
+    assert not np.array_equal(anew.permutation[0], made.permutation[0])
+    _, after = step(6, made, later, 200, 140)
+    np.testing.assert_array_equal(after.permutation[0], np.tile(np.arange(200), (2, 1)))
+    # What the other row holds does not come into this row's result.
+    other, _ = step(1, made, later.at[1].multiply(3.0), 200, 140)
+    np.testing.assert_array_equal(other[0], out[0])
 
 
 def test_longcat_keeps_two_states_when_conditioning_frames_are_in_front():

@@ -21,13 +21,14 @@ PAGES = {"integration.md": 7, "models.md": 4}
 """Pages with examples, and how many there are at least."""
 
 
-def run_on_four_devices(*arguments: str) -> None:
-    """A fresh interpreter with four CPU devices: a process has as many as it started with."""
+def run_on_devices(count: int, *arguments: str) -> None:
+    """A fresh interpreter with CPU devices: a process has as many as it started with."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": str(REPOSITORY),
         # What is optimised here costs more than it saves.
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={count} "
+        "--xla_backend_optimization_level=0",
     }
     done = subprocess.run(
         [sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False
@@ -115,6 +116,46 @@ def test_maxdiffusion_refuses_what_it_cannot_do():
             maxdiffusion.register(name)
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"attention": "int9"}, ValueError, r"^attention: expected one of .*'int8'.* got 'int9'"),
+        ({"attention": 3}, TypeError, r"^attention: expected .* got int"),
+        ({"cross_attention": "x"}, ValueError, r"^cross_attention: expected one of .* got 'x'"),
+        ({"cross_attention": None}, TypeError, r"^cross_attention: expected .* got NoneType"),
+        ({"min_key_length": -1}, ValueError, "min_key_length must be at least 0, got -1"),
+        ({"min_key_length": 1.5}, TypeError, "min_key_length must be an integer"),
+    ],
+)
+def test_maxdiffusion_kernels_with_bad_options_are_not_made(options, error, message):
+    with pytest.raises(error, match=message):
+        maxdiffusion.attention_kernel(**options)
+    with pytest.raises(error, match=message):
+        maxdiffusion.register("vc_bad", **options)
+
+
+def test_maxdiffusion_sizes_have_to_agree():
+    query, key, value = (heads_first(8, seed) for seed in range(3))
+    kernel = maxdiffusion.attention_kernel("bf16")
+    rows = (query, key, value)
+    unsplit = tuple(flat(x) for x in rows)
+    short = heads_first(7, 0)
+    sizeless = {"dim_head": None}
+    for arrays, given, message in (
+        (rows, {"heads": 4}, r"query: expected \[batch=2, context\['heads'\]=4, rows"),
+        (rows, {"dim_head": 32}, r"query: expected .*head_dim=32\], got \[2, 3, 8, 64\]"),
+        ((query, key[:1], value), {}, r"key: expected \[batch=2"),
+        ((query, key, short), {}, r"value: expected .*rows=8.* got \[2, 3, 7, 64\]"),
+        (unsplit, {"heads": 6}, r"query: expected .*context\['heads'\] · head_dim=384\], got"),
+        (unsplit, {"heads": 5} | sizeless, r"query: .* multiple of context\['heads'\] = 5"),
+        ((unsplit[0], unsplit[1], flat(short)), {}, r"value: expected .*rows=8"),
+        ((query[0, 0], *rows[1:]), {}, r"query: expected \[batch=8, rows"),
+        (rows, {"attention_mask": jnp.ones((2, 9))}, r"attention_mask'\]: expected .*keys=8"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kernel(*arrays, context(**given))
+
+
 def test_maxdiffusion_itself_finds_the_registered_kernel():
     attention_flax = pytest.importorskip("maxdiffusion.models.attention_flax")
     maxdiffusion.register("vc_test", "bf16", min_key_length=1)
@@ -127,15 +168,29 @@ def test_maxdiffusion_itself_finds_the_registered_kernel():
 
 
 def test_meshes_of_several_devices():
-    run_on_four_devices("-m", "tests.ported_models.sharded_checks")
+    run_on_devices(4, "-m", "tests.ported_models.sharded_checks")
+
+
+def examples(page: str) -> list[str]:
+    text = (REPOSITORY / "docs" / page).read_text()
+    return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+
+
+def script_of(blocks: list[str]) -> str:
+    """Each example stands alone, in a namespace of its own."""
+    return "\n".join(f"exec(compile({block!r}, 'example', 'exec'), {{}})" for block in blocks)
 
 
 def test_the_examples_of_the_pages_run():
-    script = []
+    blocks = []
     for page, count in PAGES.items():
-        text = (REPOSITORY / "docs" / page).read_text()
-        blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-        assert len(blocks) >= count, page
-        # Each example stands alone, in a namespace of its own.
-        script += [f"exec(compile({block!r}, {page!r}, 'exec'), {{}})" for block in blocks]
-    run_on_four_devices("-c", "\n".join(script))
+        assert len(examples(page)) >= count, page
+        blocks += examples(page)
+    run_on_devices(4, "-c", script_of(blocks))
+
+
+@pytest.mark.parametrize("count", [1, 6])
+def test_the_examples_with_a_mesh_run_on_any_number_of_devices(count):
+    blocks = [block for page in PAGES for block in examples(page) if "Mesh(" in block]
+    assert len(blocks) == 2
+    run_on_devices(count, "-c", script_of(blocks))

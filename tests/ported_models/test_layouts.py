@@ -18,15 +18,17 @@ from vc_jax.models.wan import Wan, WanConfig
 
 WAN = WanConfig(num_layers=2, num_heads=2, head_dim=6, ffn_dim=5, text_dim=4)
 HUNYUAN = HunyuanVideo15Config(
-    num_layers=2, num_heads=2, head_dim=4, rope_axes=(2, 1, 1), text_dim=3, image_dim=3, byt5_dim=3
+    num_layers=2, num_heads=2, head_dim=6, rope_axes=(2, 2, 2), text_dim=3, image_dim=3, byt5_dim=3
 )
-LONGCAT = LongCatVideoConfig(num_layers=2, num_heads=2, hidden=8, text_dim=3, time_dim=4)
-MINIMAX = MiniMaxH3Config(num_layers=2, num_heads=3, head_dim=4, hidden=5, ffn_dim=2, text_dim=3)
+LONGCAT = LongCatVideoConfig(num_layers=2, num_heads=2, hidden=12, text_dim=3, time_dim=4)
+MINIMAX = MiniMaxH3Config(
+    num_layers=2, num_heads=3, head_dim=6, rope_freqs=1, hidden=5, ffn_dim=2, text_dim=3
+)
 MODELS = {
     Wan: WAN,
     HunyuanVideo15: HUNYUAN,
     LongCatVideo: LONGCAT,
-    MiniMaxH3: dataclasses.replace(MINIMAX, time_hidden=4, time_dim=4, rope_freqs=1),
+    MiniMaxH3: dataclasses.replace(MINIMAX, time_hidden=4, time_dim=4),
 }
 
 
@@ -41,7 +43,7 @@ def rows(count: int, columns: int | None = None) -> np.ndarray:
 
 
 def test_minimax_raw_queries_keys_values_are_interleaved_by_head():
-    heads, size, width = 3, 4, 5
+    heads, size, width = 3, 6, 5
     load = entry(released_layouts.minimax_original(MINIMAX), "blocks.qkv.kernel").load
     kernel = load(rows(heads * 3 * size, width))
     assert kernel.shape == (width, 3, heads, size)
@@ -53,7 +55,7 @@ def test_minimax_raw_queries_keys_values_are_interleaved_by_head():
 
 
 def test_longcat_fused_rows_are_part_then_head_then_channel():
-    heads, size, width = 2, 4, 8
+    heads, size, width = 2, 6, 12
     layout = released_layouts.longcat_original(LONGCAT)
     for parameter, parts in (("blocks.qkv", 3), ("blocks.cross_kv", 2)):
         kernel = entry(layout, f"{parameter}.kernel").load(rows(parts * heads * size, width))
@@ -67,8 +69,8 @@ def test_longcat_fused_rows_are_part_then_head_then_channel():
 
 def test_hunyuan_original_refiner_rows_are_query_key_value():
     load = entry(released_layouts.hunyuan_original(HUNYUAN), "refiner.blocks.qkv.kernel").load
-    kernel = load(rows(24, 8))
-    assert [kernel[0, part, 0, 0] for part in range(3)] == [0, 8, 16]
+    kernel = load(rows(36, 12))
+    assert [kernel[0, part, 0, 0] for part in range(3)] == [0, 12, 24]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +98,7 @@ def test_longcat_gate_is_w1_and_value_is_w3():
     gate_value = entry(released_layouts.longcat_original(LONGCAT), "blocks.ffn.gate_value")
     assert gate_value.names == ("blocks.{}.ffn.w1.weight", "blocks.{}.ffn.w3.weight")
     hidden = LONGCAT.ffn_dim
-    kernel = gate_value.load(np.zeros((hidden, 8)), np.ones((hidden, 8)))
+    kernel = gate_value.load(np.zeros((hidden, 12)), np.ones((hidden, 12)))
     assert (kernel[:, 0] == 0).all()
     assert (kernel[:, 1] == 1).all()
 
