@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ._hopper_registers import COUNT_ROWS, E4M3, STEP
+from ._layout import COUNT_ROWS, E4M3, STEP
 
 
 def check_options(out_dtype, interpret: Any) -> None:

@@ -13,9 +13,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from ._hopper_registers import COUNT_ROWS, E4M3, GROWTH, ROWS, STEP, TOP
-
-_BLOCK = STEP // 2
+from ._hopper_registers import GROWTH, ROWS, TOP
+from ._layout import BLOCK, COUNT_ROWS, E4M3, STEP
 
 
 def _read(ref) -> jax.Array:
@@ -76,7 +75,7 @@ class InterpretedRegisters:
 
     def codes(self, scores, first_multiplier, second_multiplier, largest_before):
         multiplier = jnp.stack([first_multiplier, second_multiplier], 1)
-        multiplier = jnp.repeat(multiplier, _BLOCK, 1)
+        multiplier = jnp.repeat(multiplier, BLOCK, 1)
         scaled = multiplier * scores
         largest = jnp.max(scaled, 1)
         if self.softmax != "expcast":

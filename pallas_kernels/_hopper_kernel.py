@@ -16,7 +16,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from ._hopper_registers import COUNT_ROWS, ROWS, STEP
+from ._hopper_registers import ROWS
+from ._layout import COUNT_ROWS, STEP
 
 _GROUP = 4
 """Steps after which the pending means are added."""

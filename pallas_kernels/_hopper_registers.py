@@ -22,16 +22,15 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf, vector
 
 from . import _ptx as ptx
+from ._layout import COUNT_ROWS, E4M3, STEP
 
-ROWS, STEP = 64, 256
+ROWS = 64
 TOP = 119.65
 """Code (eighths of an octave, E4M3 bits) of the largest score of a row; it rounds to 120 = 256."""
 MAGIC = 12582912.0
 INT8_START = 0x4B400000
 GROWTH = 480.0
 """Codes by which a row's maximum may outgrow its reference before the sums are rescaled."""
-COUNT_ROWS = 8
-E4M3 = jnp.float8_e4m3fn
 WGMMA = plgpu.Layout.WGMMA
 BY_ROW, BY_COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)
 _inline: Any = plgpu.inline_mgpu

@@ -7,15 +7,9 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.triton as plt
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array
 
-
-def varying_axes(array: Array) -> frozenset:
-    """The manual mesh axes over which an array differs from device to device."""
-    kind = jax.typeof(array)
-    manual = getattr(kind, "manual_axis_type", None)
-    return manual.varying if manual is not None else getattr(kind, "vma", frozenset())
+from ._varying import vary_together, varying_axes
 
 
 def launch(
@@ -36,13 +30,8 @@ def launch(
     Args:
       aliases: argument whose memory becomes that of a result -> the result.
     """
-    axes = frozenset().union(*map(varying_axes, arguments))
-
-    def mark(array: Array) -> Array:
-        missing = tuple(sorted(axes - varying_axes(array)))
-        return lax.pcast(array, missing, to="varying") if missing else array
-
-    kind = jax.sharding.ManualAxisType(varying=axes)
+    arguments = vary_together(*arguments)
+    kind = jax.sharding.ManualAxisType(varying=varying_axes(arguments[0]))
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=kind) for x in results]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Triton backend is deprecated.*")
@@ -53,7 +42,7 @@ def launch(
             input_output_aliases=aliases or {},
             compiler_params=plt.CompilerParams(num_warps=warps, num_stages=stages),
             interpret=interpret,
-        )(*map(mark, arguments))
+        )(*arguments)
 
 
 def rows_of(ref, batch, row, head):

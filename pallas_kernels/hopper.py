@@ -17,7 +17,8 @@ from jaxtyping import Array, Float, Int, Shaped
 from ._hopper_checks import check_arrays, check_kinds, check_options, within
 from ._hopper_interpreted import InterpretedRegisters
 from ._hopper_kernel import _MEAN_SLOTS, attention_body
-from ._hopper_registers import COUNT_ROWS, E4M3, ROWS, STEP, Registers
+from ._hopper_registers import ROWS, Registers
+from ._layout import COUNT_ROWS, E4M3, STEP
 
 SHARED_MEMORY = 232448
 """Bytes of shared memory that a block of threads can have."""

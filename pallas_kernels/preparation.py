@@ -10,10 +10,8 @@ the Hadamard matrix of +1 and -1 on the tensor core, whose products are exact; i
 in float32.
 """
 
-import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -23,19 +21,26 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float8e4m3fn, Int, Shaped
 
 from ._launch import launch, rows_of
+from ._layout import BLOCK, COUNT_ROWS, E4M3, STEP
+from ._numbers import (
+    as_float,
+    group_scale,
+    int8_codes,
+    is_finite,
+    largest_magnitude,
+    magnitude_bits,
+    norm,
+    power_of_two_at_least,
+    round_up_11_bits,
+)
+from ._rotation import hadamard_signs, rotated, signs_dtype
+from ._slots import codes_of, tokens_of_block
 
-BLOCK = 128
-STEP = 256
-COUNT_ROWS = 8
-E4M3 = jnp.float8_e4m3fn
 HEAD_DIMS = (64, 128)
 TOKEN_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _E4M3_NORM = 240.0
 """L2 norm of a token's codes before rounding; rounding adds at most 1/16: 255² < 65 504."""
 _LARGEST_UNIT = 0.25
-_TINY = 2.0**-100
-_MAGIC = 12582912.0
-"""1.5 · 2^23."""
 _CHUNK = 16
 """Tiles of 128 tokens that one program of the statistics looks at."""
 
@@ -61,116 +66,6 @@ def unsupported(head_dim: int, *token_arrays: jax.ShapeDtypeStruct | Array) -> s
     return None
 
 
-def _magnitude_bits(values):
-    """|values| as integers of the same order, among which a NaN is the largest."""
-    return lax.bitcast_convert_type(values, jnp.int32) & 0x7FFFFFFF
-
-
-def _as_float(bits):
-    return lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def _largest_magnitude(values, axis: int):
-    return _as_float(jnp.max(_magnitude_bits(values), axis))
-
-
-def _group_scale(amax, largest: float):
-    return jnp.where(amax <= _TINY, 1.0, amax * (1.0 / largest))
-
-
-def _power_of_two_at_least(values):
-    bits = lax.bitcast_convert_type(values, jnp.int32)
-    rounded = _as_float(((bits + 0x007FFFFF) >> 23) << 23)
-    return jnp.where(_is_finite(values), rounded, values)
-
-
-def _is_finite(values):
-    return _magnitude_bits(values) < 0x7F800000
-
-
-def _round_up_11_bits(values):
-    """At least `values`, with 10 bits after the leading one."""
-    bits = lax.bitcast_convert_type(values * (1 + 2.0**-11), jnp.int32)
-    return _as_float((bits + 0x0FFF + ((bits >> 13) & 1)) & ~0x1FFF)
-
-
-def _norm(vectors):
-    """L2 norm of rows that neither overflows nor underflows on the way."""
-    largest = jnp.max(_magnitude_bits(vectors), 1)
-    exponent = largest & 0x7F800000
-    usual = (exponent > 0) & (exponent < 0x7E800000)
-    unit = _as_float(jnp.where(usual, exponent, 0x3F800000))
-    inverse = _as_float(jnp.where(usual, 0x7F000000 - exponent, 0x3F800000))
-    scaled = vectors * inverse[:, None]
-    return unit * jnp.sqrt(jnp.sum(scaled * scaled, 1))
-
-
-def _int8_codes(values):
-    """Values within ±127 (and a rounding error) to the nearest integer, to even."""
-    # The sum leaves the integer in the low bits of a float32, the low byte is the code.
-    return lax.bitcast_convert_type(values + _MAGIC, jnp.int32).astype(jnp.int8)
-
-
-def hadamard_signs(size: int, dtype) -> Array:
-    """The symmetric matrix of +1 and -1 [H, H] whose product with sqrt(1/H) is a rotation."""
-    index = jnp.arange(size)
-    return jnp.where(lax.population_count(index[:, None] & index) % 2 == 0, 1, -1).astype(dtype)
-
-
-def _rotated(tokens, signs) -> Any:
-    """Rows times the signs, float32; float32 rows in three exact pieces of 8 bits."""
-    if signs is None:
-        return tokens.astype(jnp.float32)
-    if tokens.dtype != jnp.float32:
-        return jnp.dot(tokens, signs, preferred_element_type=jnp.float32)
-    total, rest = None, tokens
-    for _ in range(3):
-        piece = rest.astype(jnp.bfloat16)
-        rest = rest - piece.astype(jnp.float32)
-        part = jnp.dot(piece, signs, preferred_element_type=jnp.float32)
-        total = part if total is None else total + part
-    return total
-
-
-def _signs_dtype(dtype):
-    return jnp.bfloat16 if dtype == jnp.float32 else dtype
-
-
-@dataclasses.dataclass(frozen=True)
-class Tokens:
-    """What the slots of a step hold.
-
-    Attributes:
-      index: int32 [128], the token of each slot.
-      valid: bool [128], whether it is a valid one.
-    """
-
-    index: Any
-    valid: Any
-
-
-def _tokens_of_block(refs, batch, head, step, block, length: int, slots) -> Tokens:
-    """The tokens of a block of a step, stand-ins for missing ones included (prepared layout)."""
-    order_ref, count_ref = refs
-    count = plt.load(count_ref.at[batch])
-    first_of_step = step * STEP
-    first_of_block = first_of_step + block * BLOCK
-    slot = first_of_block + slots
-    stand_in = jnp.where(first_of_block < count, first_of_block, first_of_step)
-    stand_in = jnp.where(stand_in < count, stand_in, 0)
-    valid = slot < count
-    source = jnp.where(valid, slot, stand_in)
-    if order_ref is not None:
-        source = plt.load(order_ref.at[batch, head, source])
-    # An order that is none must not make the GPU read elsewhere.
-    return Tokens(jnp.minimum(jnp.maximum(source, 0), length - 1), valid)
-
-
-def _codes_of(ref, batch, head, row):
-    """Rows [128, H] of one head of head-major codes."""
-    return ref.at[batch, head, row[:, None], jnp.arange(ref.shape[-1])[None, :]]
-
-
 def _optional(refs, present: bool):
     refs = list(refs)
     return (refs.pop(0) if present else None), refs
@@ -193,12 +88,12 @@ def _statistics_body(tokens_ref, *refs, masked: bool, maximum: bool, length: int
         rows = rows_of(tokens_ref, batch, row, head)
         rows = plt.load(rows, mask=inside[:, None], other=0.0).astype(jnp.float32)
         if maximum:
-            return jnp.maximum(carry, jnp.max(_magnitude_bits(rows), 0))
+            return jnp.maximum(carry, jnp.max(magnitude_bits(rows), 0))
         return carry + jnp.sum(rows, 0)
 
     start = jnp.zeros(size, jnp.int32 if maximum else jnp.float32)
     total = lax.fori_loop(0, _CHUNK, add, start)
-    plt.store(out_ref.at[batch, head, chunk, :], _as_float(total) if maximum else total)
+    plt.store(out_ref.at[batch, head, chunk, :], as_float(total) if maximum else total)
 
 
 def channel_statistics(
@@ -224,7 +119,7 @@ def channel_statistics(
         (tokens, *masks),
         interpret=interpret,
     )
-    return _as_float(jnp.max(_magnitude_bits(parts), 2)) if maximum else jnp.sum(parts, 2)
+    return largest_magnitude(parts, 2) if maximum else jnp.sum(parts, 2)
 
 
 # --- queries
@@ -245,9 +140,9 @@ def _query_body(query_ref, factor_ref, unit_ref, limit_ref, *refs, rotate: bool,
         row = row + jnp.arange(_QUERY_ROWS)
         inside = row < query_ref.shape[1]
         rows = plt.load(rows_of(query_ref, batch, row, head), mask=inside[:, None], other=0.0)
-        codes, scale = _query_codes(_rotated(rows, signs), factor, codes_ref.dtype)
-        within = jnp.where(_is_finite(scale), jnp.minimum(scale, limit), jnp.nan)
-        plt.store(_codes_of(codes_ref, batch, head, row), codes, mask=inside[:, None])
+        codes, scale = _query_codes(rotated(rows, signs), factor, codes_ref.dtype)
+        within = jnp.where(is_finite(scale), jnp.minimum(scale, limit), jnp.nan)
+        plt.store(codes_of(codes_ref, batch, head, row), codes, mask=inside[:, None])
         plt.store(scale_ref.at[batch, head, row], within, mask=inside)
         plt.store(excess_ref.at[batch, head, row], scale / within, mask=inside)
         return carry
@@ -258,13 +153,13 @@ def _query_body(query_ref, factor_ref, unit_ref, limit_ref, *refs, rotate: bool,
 def _query_codes(rows, factor, code_dtype):
     """Codes of rows times a positive factor, and the scale of each row."""
     if code_dtype == jnp.int8:
-        scale = _group_scale(_largest_magnitude(rows, 1) * factor, 127.0)
-        return _int8_codes(rows * (factor / scale)[:, None]), scale
-    norm = _norm(rows) * factor
+        scale = group_scale(largest_magnitude(rows, 1) * factor, 127.0)
+        return int8_codes(rows * (factor / scale)[:, None]), scale
+    length = norm(rows) * factor
     # Codes of queries with next to no effect shrink instead of leaving float16.
-    scale = jnp.maximum(norm * (1 / _E4M3_NORM), 2.0**-13)
-    scale = jnp.where(norm <= 0, _LARGEST_UNIT, jnp.where(norm == norm, scale, norm))
-    scale = _round_up_11_bits(scale)
+    scale = jnp.maximum(length * (1 / _E4M3_NORM), 2.0**-13)
+    scale = jnp.where(length <= 0, _LARGEST_UNIT, jnp.where(length == length, scale, length))
+    scale = round_up_11_bits(scale)
     return (rows * (factor / scale)[:, None]).astype(E4M3), scale
 
 
@@ -289,7 +184,7 @@ def quantize_queries(
     """
     batch, length, heads, size = query.shape
     factor = jnp.asarray(scale, jnp.float32) * (1 / math.sqrt(size) if rotate else 1.0)
-    signs = (hadamard_signs(size, _signs_dtype(query.dtype)),) if rotate else ()
+    signs = (hadamard_signs(size, signs_dtype(query.dtype)),) if rotate else ()
     row = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
     body = functools.partial(_query_body, rotate=rotate, groups=heads // unit.shape[1])
     codes, scales, excess = launch(
@@ -320,19 +215,19 @@ def _key_body(key_ref, count_ref, *refs, ordered: bool, centred: bool, rotate: b
     def quantise(index, first_scale):
         step = first * _KEY_STEPS + (index >> 1)
         block = index & 1
-        held = _tokens_of_block(
+        held = tokens_of_block(
             (order_ref, count_ref), batch, head, step, block, key_ref.shape[1], slots
         )
         rows = plt.load(rows_of(key_ref, batch, held.index, head))
-        rows = _rotated(rows, signs) * factor
+        rows = rotated(rows, signs) * factor
         if mean_ref is not None:
             rows = rows - plt.load(mean_ref.at[batch, head, :])[None, :]
         if codes_ref.dtype == jnp.int8:
-            amax = _as_float(jnp.max(jnp.max(_magnitude_bits(rows), 1), 0))
-            scale = _group_scale(amax, 127.0)
+            amax = as_float(jnp.max(jnp.max(magnitude_bits(rows), 1), 0))
+            scale = group_scale(amax, 127.0)
         else:
-            amax = _as_float(jnp.max(_magnitude_bits(_norm(rows)), 0))
-            scale = _power_of_two_at_least(_group_scale(amax, _E4M3_NORM))
+            amax = largest_magnitude(norm(rows), 0)
+            scale = power_of_two_at_least(group_scale(amax, _E4M3_NORM))
         live = step * STEP < count
         scale = jnp.where(live & (amax != 0), scale, 0.0)
         # A second block without a valid key holds codes of the step's first key.
@@ -341,10 +236,10 @@ def _key_body(key_ref, count_ref, *refs, ordered: bool, centred: bool, rotate: b
         # Nothing of an unknown token may get into codes of nothing.
         inverse = 1.0 / jnp.where(scale == 0, 1.0, scale)
         scaled = jnp.where(scale == 0, 0.0, rows * inverse)
-        codes = _int8_codes(scaled) if codes_ref.dtype == jnp.int8 else scaled.astype(E4M3)
+        codes = int8_codes(scaled) if codes_ref.dtype == jnp.int8 else scaled.astype(E4M3)
         slot = step * STEP + block * BLOCK + slots
         stored = step < scale_ref.shape[2] // 2
-        plt.store(_codes_of(codes_ref, batch, head, slot), codes, mask=stored)
+        plt.store(codes_of(codes_ref, batch, head, slot), codes, mask=stored)
         plt.store(scale_ref.at[batch, head, step * 2 + block], scale, mask=stored)
         return scale
 
@@ -378,7 +273,7 @@ def quantize_keys(
         mean = jnp.matmul(mean, signs, precision=lax.Precision.HIGHEST) / math.sqrt(size)
     optional = [x for x in (order, mean) if x is not None]
     if rotate:
-        optional.append(signs.astype(_signs_dtype(key.dtype)))
+        optional.append(signs.astype(signs_dtype(key.dtype)))
     codes, scales = launch(
         functools.partial(
             _key_body, ordered=order is not None, centred=mean is not None, rotate=rotate
@@ -402,7 +297,7 @@ def _value_statistics_body(value_ref, count_ref, *refs, ordered: bool):
     order_ref, (mean_ref, largest_ref) = _optional(refs, ordered)
     block, head, batch = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     slots = jnp.arange(BLOCK)
-    held = _tokens_of_block(
+    held = tokens_of_block(
         (order_ref, count_ref), batch, head, block // 2, block % 2, value_ref.shape[1], slots
     )
     valid = held.valid[:, None]
@@ -412,7 +307,7 @@ def _value_statistics_body(value_ref, count_ref, *refs, ordered: bool):
     mean = jnp.sum(rows, 0) * (1.0 / jnp.maximum(inside, 1.0))
     residual = jnp.where(valid, rows - mean[None, :], 0.0)
     plt.store(mean_ref.at[batch, head, block, :], mean)
-    plt.store(largest_ref.at[batch, head, block, :], _largest_magnitude(residual, 0))
+    plt.store(largest_ref.at[batch, head, block, :], largest_magnitude(residual, 0))
 
 
 def value_statistics(
@@ -433,7 +328,7 @@ def value_statistics(
         (value, count, *(() if order is None else (order,))),
         interpret=interpret,
     )
-    return means, _as_float(jnp.max(_magnitude_bits(largest), 2))
+    return means, largest_magnitude(largest, 2)
 
 
 def _value_body(value_ref, count_ref, inverse_ref, *refs, ordered: bool, smooth: bool):
@@ -444,7 +339,7 @@ def _value_body(value_ref, count_ref, inverse_ref, *refs, ordered: bool, smooth:
     # Tokens are read in the order in which a group of 16 is stored.
     place = jnp.arange(BLOCK)
     slots = (place & ~14) | ((place & 2) << 2) | ((place & 12) >> 1)
-    held = _tokens_of_block(
+    held = tokens_of_block(
         (order_ref, count_ref), batch, head, block // 2, block % 2, value_ref.shape[1], slots
     )
     valid = held.valid[:, None]

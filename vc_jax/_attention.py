@@ -14,8 +14,8 @@ from ._arguments import Inputs, Validity, check_arguments, refuse_unsupported
 from ._config import AttentionConfig, resolve_config
 from ._implementations import IMPLEMENTATIONS, NAMES, Request, Static, key_order
 from ._plain import attention_gradient
-from ._tracing import vary_together
 from ._vsmooth import sequence_order
+from .pallas_kernels._varying import vary_together
 
 _SLOW_PRODUCT = 8192**2
 """Queries times keys from which a quantised call on XLA warns."""

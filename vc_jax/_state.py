@@ -19,8 +19,9 @@ from ._attention import _check_config, _request, attend, select_implementation
 from ._config import PRESETS, AttentionConfig, default_clusters, resolve_config
 from ._implementations import Static, key_order
 from ._schedule import DenoisingSchedule
-from ._tracing import concrete, vary_together
+from ._tracing import concrete
 from ._vsmooth import sequence_order
+from .pallas_kernels._varying import vary_together
 
 
 class AttentionState(NamedTuple):

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import vc_jax
-from vc_jax import _cli
 from vc_jax.benchmarks import _amdahl, _denoising, _timing, end_to_end
 from vc_jax.benchmarks._end_to_end_report import EndToEndResults
 from vc_jax.benchmarks._video_models import VIDEO_MODELS, VideoModel, random_parameters
@@ -272,32 +271,6 @@ def test_long_candidates_run_once_a_round_until_the_deadline():
     ran.clear()
     _timing.sustained({"a": candidate}, rounds=4, estimates={"a": 9.0}, deadline=0.0)
     assert len(ran) == 1
-
-
-def test_without_the_gpu_it_says_so_in_one_line(capsys):
-    assert _cli.main(["bench", "end-to-end", "--layers", "1"]) == 2
-    out, err = capsys.readouterr()
-    lines = err.splitlines()
-    assert (out, len(lines)) == ("", 1)
-    assert "needs a GPU of compute capability 9.0" in lines[0]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--models", "wan"], "invalid choice: 'wan'"),
-        (["--presets", "nvfp4"], "invalid choice: 'nvfp4'"),
-        (["--layers", "0"], "must be positive"),
-        (["--seconds", "-1"], "must be positive"),
-        (["--rounds", "two"], "invalid int value"),
-        (["--compiler-option", "level"], "must be NAME=VALUE"),
-    ],
-)
-def test_a_mistake_names_the_argument(arguments, words, capsys):
-    with pytest.raises(SystemExit) as stop:
-        _cli.main(["bench", "end-to-end", *arguments])
-    assert stop.value.code == 2
-    assert words in capsys.readouterr().err
 
 
 def test_compiler_options_are_read_as_what_they_are():

@@ -7,7 +7,6 @@ import json
 import jax.numpy as jnp
 import pytest
 
-from vc_jax import _cli
 from vc_jax.benchmarks import _preprocess_stages, _preprocess_steps, preprocess
 from vc_jax.benchmarks._amdahl import OfKinds
 from vc_jax.benchmarks._denoising import compile_jobs
@@ -124,28 +123,3 @@ def test_the_default_is_the_wan_shape_and_the_schedules_of_four_models():
     assert arguments.workloads == ["wan-720p"]
     assert WORKLOADS["wan-720p"] == Workload("wan-720p", 75_600, 40)
     assert arguments.schedules == ["wan-720p", "hunyuan-720p", "longcat-480p", "minimax-h3"]
-
-
-def test_without_the_gpu_it_says_so_in_one_line(capsys):
-    assert _cli.main(["bench", "preprocess", "--rounds", "1"]) == 2
-    out, err = capsys.readouterr()
-    lines = err.splitlines()
-    assert (out, len(lines)) == ("", 1)
-    assert "needs a GPU of compute capability 9.0" in lines[0]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--workloads", "wan"], "invalid choice: 'wan'"),
-        (["--schedules", "wan"], "invalid choice: 'wan'"),
-        (["--presets", "nvfp4"], "invalid choice: 'nvfp4'"),
-        (["--seconds", "0"], "must be positive"),
-        (["--rounds", "two"], "invalid int value"),
-    ],
-)
-def test_a_mistake_names_the_argument(arguments, words, capsys):
-    with pytest.raises(SystemExit) as stop:
-        _cli.main(["bench", "preprocess", *arguments])
-    assert stop.value.code == 2
-    assert words in capsys.readouterr().err
