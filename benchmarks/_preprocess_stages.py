@@ -149,7 +149,7 @@ def _clustering_stages(value, centroids, stride: int) -> Iterator[Stage]:
         where = jax.jit(clustering.offsets)(labels)
         yield _stage(f"offsets, {which}", clustering.offsets, labels, reads=counts)
         order = jax.jit(clustering.order_by)(labels, where)
-        reads = bytes_of((labels.label, labels.rank, where.tile))
+        reads = bytes_of((labels.label, labels.rank, where.before, where.first))
         yield _stage(f"order, {which}", clustering.order_by, labels, where, reads=reads)
         means = functools.partial(clustering.cluster_means, stride=step)
         reads = read + bytes_of(order)

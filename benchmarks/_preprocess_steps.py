@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from ..pallas_kernels import hopper
 from ._amdahl import OfKinds, of_kinds
 from ._denoising import KINDS, SCHEDULE, Job, Program, compile_jobs
 from ._preprocess_stages import Inputs, bytes_of, clustered_inputs
+from ._profile import profile
 from ._timing import Candidate, Measurement, sustained
 from ._workloads import Workload
 
@@ -84,6 +85,13 @@ def _step_job(workload: Workload, preset: str) -> Job:
     return Job(step, (*_abstract(workload), state, index))
 
 
+def _call_job(workload: Workload, preset: str) -> Job:
+    def call(query, key, value):
+        return vc_jax.dot_product_attention(query, key, value, config=preset)
+
+    return Job(call, _abstract(workload))
+
+
 def _prepare_job(workload: Workload, preset: str, smooth: bool) -> Job:
     def prepare(query, key, value, order):
         mean = _fused.key_mean_fused(key, None, None)
@@ -107,11 +115,16 @@ def _kernel_job(prepare: Job, preset: str, smooth: bool) -> Job:
 
 
 def jobs(
-    workload: Workload, presets: Sequence[str], peer: Callable[..., Any] | None = None
+    workload: Workload,
+    presets: Sequence[str],
+    peer: Callable[..., Any] | None = None,
+    stateless: bool = False,
 ) -> dict[str, Job]:
-    """Everything that is compiled for a workload, by name."""
+    """Everything that is compiled for a workload, by name; `stateless` calls if asked for."""
     found = {} if peer is None else {PEER: Job(peer, _abstract(workload))}
     for preset in presets:
+        if stateless:
+            found[f"{preset} call"] = _call_job(workload, preset)
         found[f"{preset} step"] = _step_job(workload, preset)
         for smooth, name in ((True, "means"), (False, "no means")):
             prepare = _prepare_job(workload, preset, smooth)
@@ -121,13 +134,16 @@ def jobs(
 
 
 def compile_workloads(
-    workloads: Mapping[str, Workload], settings: Settings, peers: Mapping[str, Callable[..., Any]]
+    workloads: Mapping[str, Workload],
+    settings: Settings,
+    peers: Mapping[str, Callable[..., Any]],
+    stateless: Collection[str],
 ) -> dict[str, dict[str, Program]]:
     """Programs of each workload; `peers` has an attention for those that are compared with it."""
     wanted = {
         (name, key): job
         for name, workload in workloads.items()
-        for key, job in jobs(workload, settings.presets, peers.get(name)).items()
+        for key, job in jobs(workload, settings.presets, peers.get(name), name in stateless).items()
     }
     compiled, _ = compile_jobs(wanted)
     programs: dict[str, dict[str, Program]] = {name: {} for name in workloads}
@@ -180,6 +196,30 @@ def _candidates_of(preset: str, programs: Mapping[str, Program], inputs: Inputs,
         run = functools.partial(step, *inputs, state, jnp.int32(index))
         found[f"{preset} {kind}"] = Candidate(run)
     return found
+
+
+def profile_calls(
+    workload: Workload, programs: Mapping[str, Program], presets: Sequence[str]
+) -> list[dict[str, Any]]:
+    """What the GPU does in one execution of each kind of call.
+
+    Raises:
+      RuntimeError: the profiler saw no GPU.
+    """
+    inputs = clustered_inputs(workload)
+    rows = []
+    for preset in presets:
+        cold = _fresh_state(workload, preset)
+        step = programs[f"{preset} step"].call
+        made = step(*inputs, cold, jnp.int32(KINDS["cold"]))[1]
+        calls = {"no state": functools.partial(programs[f"{preset} call"].call, *inputs)}
+        for kind, index in KINDS.items():
+            state = cold if kind == "cold" else made
+            calls[kind] = functools.partial(step, *inputs, state, jnp.int32(index))
+        for kind, call in calls.items():
+            row = {"workload": workload.name, "preset": preset, "kind": kind}
+            rows.append(row | dataclasses.asdict(profile(call)))
+    return rows
 
 
 def overhead(steps: OfKinds, means: float, no_means: float) -> float:

@@ -25,6 +25,7 @@ from ._preprocess_steps import (
     deadline_after,
     measure_stages,
     measure_steps,
+    profile_calls,
 )
 from ._results import environment, markdown_table, write_results
 from ._workloads import WORKLOADS
@@ -110,13 +111,22 @@ def run(arguments: argparse.Namespace, about: dict[str, Any], peer: Any) -> int:
         {name: WORKLOADS[name] for name in names},
         settings,
         {names[0]: peer} if peer is not None and names else {},
+        stateless=names[:1],
     )
     about["compile_of_all_calls_s"] = time.perf_counter() - start
     report["steps"] = []
+    report["profile"] = []
     for name in names:
-        rows = measure_steps(WORKLOADS[name], programs.pop(name), settings)
+        own = programs.pop(name)
+        rows = measure_steps(WORKLOADS[name], own, settings)
         report["steps"] += rows
         print(_steps_table(rows), flush=True)
+        if name == names[0]:
+            try:
+                report["profile"] = profile_calls(WORKLOADS[name], own, arguments.presets)
+            except RuntimeError as error:
+                about["profile"] = str(error)
+            print(_profile_table(report["profile"]), flush=True)
     write_results(arguments.output, "preprocess", report, report_text(report))
     return 0
 
@@ -209,6 +219,22 @@ def _steps_table(rows: Sequence[dict[str, Any]]) -> str:
     return markdown_table(columns, cells)
 
 
+def _profile_table(rows: Sequence[dict[str, Any]]) -> str:
+    columns = (
+        *("shape", "preset", "call", "kernels", "copies from host", "copies to host", "ms"),
+        *("idle, ms", "idle, %"),
+    )
+    cells = [
+        (
+            *(row[name] for name in ("workload", "preset", "kind", "kernels")),
+            *(row[name] for name in ("from_host", "to_host", "span_ms", "idle_ms")),
+            100 * row["idle_ms"] / row["span_ms"],
+        )
+        for row in rows
+    ]
+    return markdown_table(columns, cells)
+
+
 def report_text(report: dict[str, Any]) -> str:
     """Markdown of everything."""
     parts = [f"# Preprocessing\n\n{report['environment']}\n"]
@@ -219,5 +245,11 @@ def report_text(report: dict[str, Any]) -> str:
             f"## Whole calls\n\n`attention_step` over a schedule of {SCHEDULE.num_steps} steps "
             f"({counts}), against the bare kernel: with means in the window, without after it.\n\n"
             f"{_steps_table(report['steps'])}\n"
+        )
+    if report["profile"]:
+        parts.append(
+            "## Profile\n\nOne execution of each kind of call, `dot_product_attention` (no state) "
+            "or `attention_step`: what ran on the GPU, and how long it waited between.\n\n"
+            f"{_profile_table(report['profile'])}\n"
         )
     return "\n".join(parts)

@@ -156,10 +156,9 @@ def default_clusters(kv_length: int) -> int:
 
 
 def default_lloyd_stride(kv_length: int, clusters: int) -> int:
-    """Spacing of the tokens that a Lloyd iteration looks at: 64 a cluster, one in four at least.
+    """Spacing of the tokens that a Lloyd iteration looks at: 48 a cluster, one in four at least.
 
-    64 tokens place a centroid well enough: block means then hold 98.6 % of the energy that they
-    hold after converged k-means over all tokens, on values of the shipped video DiT
-    (`docs/fidelity.md`).
+    As many place a centroid well enough: on values of the shipped video DiT block means then hold
+    98 % of the energy that they hold after converged k-means over all tokens (`docs/fidelity.md`).
     """
-    return max(1, min(4, kv_length // (64 * clusters)))
+    return max(1, min(4, kv_length // (48 * clusters)))

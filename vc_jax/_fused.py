@@ -2,7 +2,7 @@
 
 `_prepare` and `_vsmooth` are the definitions and the oracles. Here the arithmetic is the same up to
 the order of float32 sums, the last bits of quotients and, in the search for the nearest centroid,
-16-bit centroids: a code may differ by one where a value lies on the edge between two, and a token
+codes of 8 bits: a code may differ by one where a value lies on the edge between two, and a token
 that is about as far from two centroids may fall to the other.
 """
 

@@ -78,12 +78,14 @@ class Implementation:
     run: Callable[[Static, Inputs, Int[Array, "b k s"] | None], Result]
 
 
-def fused(implementation: str, inputs: Inputs) -> bool:
+def fused(implementation: str, inputs: Inputs, clusters: int = 0) -> bool:
     """Whether fused kernels cluster and prepare for an implementation; otherwise XLA does."""
     if implementation != "hopper":
         return False
-    from .pallas_kernels import preparation
+    from .pallas_kernels import clustering, preparation
 
+    if clusters > clustering.MAX_CLUSTERS:
+        return False
     tokens = (inputs.query, inputs.key, inputs.value)
     return preparation.unsupported(inputs.key.shape[-1], *tokens) is None
 
@@ -96,7 +98,7 @@ def key_order(
     clusters = config.clusters or default_clusters(length)
     steps = config.lloyd_steps if centroids is None else config.warm_lloyd_steps
     stride = config.lloyd_stride or default_lloyd_stride(length, clusters)
-    if fused(implementation, inputs):
+    if fused(implementation, inputs, clusters):
         return cluster_order_fused(
             inputs.value, valid, clusters, steps, stride=stride, centroids=centroids
         )

@@ -4,16 +4,23 @@ import dataclasses
 import functools
 import json
 
+import jax
 import jax.numpy as jnp
 import pytest
 
-from vc_jax.benchmarks import _preprocess_stages, _preprocess_steps, preprocess
+from vc_jax.benchmarks import _preprocess_stages, _preprocess_steps, _profile, preprocess
 from vc_jax.benchmarks._amdahl import OfKinds
 from vc_jax.benchmarks._denoising import compile_jobs
 from vc_jax.benchmarks._timing import Measurement
 from vc_jax.benchmarks._workloads import WORKLOADS, Workload
 from vc_jax.pallas_kernels import clustering, preparation
 
+EVENTS = [
+    _profile.Event("attention", 5_000_000, 4_000_000),
+    _profile.Event("clustering", 1_000_000, 2_000_000),
+    _profile.Event("MemcpyD2H", 4_000_000, 1_000_000),
+    _profile.Event("clustering", 4_500_000, 1_000_000),
+]
 TINY = Workload("tiny", 300, 2, head_dim=64)
 
 
@@ -23,8 +30,10 @@ def any_device(monkeypatch):
     monkeypatch.setitem(WORKLOADS, "tiny", TINY)
     for module in (clustering, preparation):
 
-        def launch(*arguments, interpret=False, run=module.launch, **options):
-            return run(*arguments, interpret=True, **options)
+        def launch(body, *arguments, interpret=False, run=module.launch, **options):
+            if "interpret" in getattr(body, "keywords", ()):
+                body = functools.partial(body, interpret=True)
+            return run(body, *arguments, interpret=True, **options)
 
         monkeypatch.setattr(module, "launch", launch)
 
@@ -39,6 +48,12 @@ def any_device(monkeypatch):
     monkeypatch.setattr(_preprocess_stages, "CONFIG", config)
     fast = functools.partial(compile_jobs, options={"xla_backend_optimization_level": 0})
     monkeypatch.setattr(_preprocess_steps, "compile_jobs", fast)
+
+    def profile(call):
+        jax.block_until_ready(call())
+        return _profile.summary(EVENTS)
+
+    monkeypatch.setattr(_preprocess_steps, "profile", profile)
 
 
 @pytest.fixture
@@ -84,6 +99,31 @@ def test_every_stage_and_kind_of_step_is_measured_and_checked(report):
         "| tiny |",
     ):
         assert words in text
+
+
+def test_every_kind_of_call_is_profiled(report):
+    report, text = report
+    kinds = [row["kind"] for row in report["profile"]]
+    assert kinds == ["no state", "cold", "refresh", "window", "after"]
+    assert report["profile"][0]["to_host"] == 1
+    assert "copies to host" in text
+
+
+def test_a_profile_counts_copies_and_the_time_without_events():
+    found = _profile.summary(EVENTS)
+    assert (found.kernels, found.from_host, found.to_host) == (3, 0, 1)
+    assert found.span_ms == pytest.approx(8)
+    assert found.idle_ms == pytest.approx(1)
+    assert list(found.milliseconds.items()) == [
+        ("attention", pytest.approx(4)),
+        ("clustering", pytest.approx(3)),
+        ("MemcpyD2H", pytest.approx(1)),
+    ]
+
+
+def test_a_profile_without_a_gpu_says_so():
+    with pytest.raises(RuntimeError, match="no GPU"):
+        _profile.profile(lambda: jnp.zeros(2))
 
 
 def test_bytes_of_a_stage_are_its_inputs_once_and_its_results():

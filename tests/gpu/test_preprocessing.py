@@ -97,8 +97,8 @@ def test_labels_order_and_means_are_those_of_the_definition():
 
     first, label, centroids, own = map(np.asarray, kernels(values, start))
     want = _vsmooth.kmeans(by_head, 50, steps=0, valid=mask, centroids=start)
-    # A centroid rounded to 16 bits decides a near tie differently.
-    assert np.mean(first != np.asarray(want.labels)) <= 0.01
+    # Distances between codes decide a near tie differently.
+    assert np.mean(first != np.asarray(want.labels)) <= 0.03
     np.testing.assert_array_equal(own, _vsmooth.cluster_order(jnp.asarray(label)))
     tokens = np.asarray(by_head.astype(jnp.float32), np.float64)
     for b, h, c in ((0, 0, 0), (0, 2, 17), (1, 1, 49)):
