@@ -161,34 +161,35 @@ def _order(
     )
 
 
-def _updated(
+def _in_window(
     state: AttentionState,
     inputs: Inputs,
     config: AttentionConfig,
     implementation: str,
-    step: Array,
-    schedule: DenoisingSchedule,
+    refresh: Bool[Array, ""],
+    same: Bool[Array, ""],
 ) -> AttentionState:
-    """The state with the order that `step` uses.
-
-    One scalar decides for the whole batch: cluster, keep the order, or, where there is none for
-    these keys and the window is over, the order of the sequence.
-    """
+    """The state with an order for these keys: a new one to refresh it or for other keys."""
     valid = _key_valid(inputs)
-    same, made = _same_keys(state, valid), jnp.ones_like(state.made)
 
     def cluster() -> AttentionState:
-        warm, warm_centroids = key_order_warm(inputs, config, implementation, state, same)
-        return _like(state, AttentionState(warm, warm_centroids, valid, made), inputs)
+        order, centroids = key_order_warm(inputs, config, implementation, state, same)
+        made = AttentionState(order, centroids, valid, jnp.ones_like(state.made))
+        return _like(state, made, inputs)
 
-    def in_sequence() -> AttentionState:
-        # Not `made`: there are no centroids that a later clustering could start from.
-        order = jnp.broadcast_to(sequence_order(valid)[:, None], state.permutation.shape)
-        return _like(state, AttentionState(order, state.centroids, valid, ~made), inputs)
+    return lax.cond(refresh | ~same, cluster, lambda: _like(state, state, inputs))
 
-    refresh = schedule.in_window(step) & (schedule.refreshes(step) | ~same)
-    choice = jnp.where(refresh, 0, jnp.where(same, 1, 2))
-    return lax.switch(choice, (cluster, lambda: _like(state, state, inputs), in_sequence))
+
+def _after_window(state: AttentionState, inputs: Inputs, same: Bool[Array, ""]) -> AttentionState:
+    """The state with the order of the sequence if its own was made for other keys."""
+    valid = _key_valid(inputs)
+    sequence = jnp.arange(valid.shape[1], dtype=jnp.int32)[None]
+    if inputs.validity.key is not None:
+        sequence = sequence_order(valid)
+    order = jnp.where(same, state.permutation, sequence[:, None])
+    # Not `made`: there are no centroids that a later clustering could start from.
+    new = AttentionState(order, state.centroids, valid, state.made & same)
+    return _like(state, new, inputs)
 
 
 def key_order_warm(
@@ -297,13 +298,20 @@ def _step(inputs, state, step, schedule, config, implementation, residual):
     def low_bit():
         if not config.clustered:
             return run(config, implementation, False, None), _like(state, state, inputs)
-        new = _updated(state, inputs, config, choose(config, implementation), step, schedule)
-        result = lax.cond(
-            schedule.in_window(step),
-            lambda: run(config, implementation, True, new.permutation),
-            lambda: run(config, implementation, False, new.permutation),
-        )
-        return result, new
+        same = _same_keys(state, _key_valid(inputs))
+        chosen = choose(config, implementation)
+
+        def window():
+            refresh = schedule.refreshes(step)
+            new = _in_window(state, inputs, config, chosen, refresh, same)
+            return run(config, implementation, True, new.permutation), new
+
+        def after():
+            new = _after_window(state, inputs, same)
+            return run(config, implementation, False, new.permutation), new
+
+        # One scalar decides for the whole batch.
+        return lax.cond(schedule.in_window(step), window, after)
 
     if schedule.high_precision_steps == (0, 0) or not config.quantized:
         return low_bit()

@@ -198,7 +198,12 @@ def cluster_order(
 
 def sequence_order(key_valid: Bool[Array, "b s"]) -> Int[Array, "b s"]:
     """The stable permutation that puts valid tokens first, int32: position -> token."""
-    return jnp.argsort(~key_valid, axis=-1, stable=True).astype(jnp.int32)
+    earlier = jnp.cumsum(key_valid, -1, dtype=jnp.int32)
+    token = jnp.arange(key_valid.shape[-1], dtype=jnp.int32)
+    position = jnp.where(key_valid, earlier - 1, earlier[..., -1:] + token - earlier)
+    row = jnp.arange(key_valid.shape[0])[:, None]
+    order = jnp.zeros_like(position)
+    return order.at[row, position].set(token, unique_indices=True)
 
 
 def block_means(
