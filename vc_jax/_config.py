@@ -35,8 +35,8 @@ class AttentionConfig:
       clusters: number of clusters; `None` takes `vc_jax.default_clusters(S)`.
       lloyd_steps: Lloyd iterations of a clustering that starts from rows of the values.
       warm_lloyd_steps: Lloyd iterations of one that starts from earlier centroids.
-      lloyd_stride: a Lloyd iteration looks at every `lloyd_stride`-th token; `None` takes
-        `vc_jax.default_lloyd_stride(S, k)`.
+      lloyd_stride: a Lloyd iteration looks at every `lloyd_stride`-th token, invalid ones counted;
+        `None` takes `vc_jax.default_lloyd_stride(S, k)`.
 
     Raises:
       ValueError: for an unknown value or a combination that is not defined, naming the field.
