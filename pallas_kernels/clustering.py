@@ -38,6 +38,16 @@ _TINY = 2.0**-100
 _NONE = 2**30
 
 
+def unsupported(batch: int, length: int, heads: int, clusters: int) -> str | None:
+    """Why these kernels cannot cluster B x S x K tokens, or `None`. Does not look at the device."""
+    if clusters > MAX_CLUSTERS:
+        return f"needs at most {MAX_CLUSTERS} clusters, got {clusters}"
+    tiles, width = pl.cdiv(length, _TILE), pl.cdiv(clusters + 1, _CHUNK) * _CHUNK
+    if batch * heads * tiles * width >= 2**31:
+        return "needs fewer than 2^31 counts of labels in tiles of 128 tokens"
+    return None
+
+
 class Labels(NamedTuple):
     """The nearest centroid of the tokens looked at, and what a counting sort by it needs.
 
@@ -231,8 +241,9 @@ def nearest(
     """
     batch, length, heads, _ = values.shape
     k = centroids.shape[2]
-    if k > MAX_CLUSTERS:
-        raise ValueError(f"centroids must be at most {MAX_CLUSTERS}, got {k}")
+    reason = unsupported(batch, length, heads, k)
+    if reason is not None:
+        raise ValueError(f"centroids: {reason}")
     width = -(-(k + 1) // _CHUNK) * _CHUNK
     length = pl.cdiv(length, stride)
     tiles = pl.cdiv(length, _TILE)

@@ -84,7 +84,8 @@ def fused(implementation: str, inputs: Inputs, clusters: int = 0) -> bool:
         return False
     from .pallas_kernels import clustering, preparation
 
-    if clusters > clustering.MAX_CLUSTERS:
+    batch, length, heads, _ = inputs.key.shape
+    if clusters and clustering.unsupported(batch, length, heads, clusters) is not None:
         return False
     tokens = (inputs.query, inputs.key, inputs.value)
     return preparation.unsupported(inputs.key.shape[-1], *tokens) is None

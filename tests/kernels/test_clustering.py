@@ -196,7 +196,11 @@ def test_xla_clusters_where_the_kernels_have_no_room():
     most = clustering.MAX_CLUSTERS
     assert _implementations.fused("hopper", inputs, most)
     assert not _implementations.fused("hopper", inputs, most + 1)
-    assert not _implementations.fused("reference", inputs, most)
+    assert not _implementations.fused("xla", inputs, most)
+    many = jax.ShapeDtypeStruct((4, 1_200_000, 40, 128), jnp.bfloat16)
+    inputs = types.SimpleNamespace(query=many, key=many, value=many)
+    assert _implementations.fused("hopper", inputs, 1000)
+    assert not _implementations.fused("hopper", inputs, most)
 
 
 def test_too_many_clusters_are_refused():
