@@ -13,7 +13,7 @@ from vc_jax.benchmarks._amdahl import OfKinds
 from vc_jax.benchmarks._denoising import compile_jobs
 from vc_jax.benchmarks._timing import Measurement
 from vc_jax.benchmarks._workloads import WORKLOADS, Workload
-from vc_jax.pallas_kernels import clustering, preparation
+from vc_jax.pallas_kernels import _counting_sort, _nearest, clustering, preparation
 
 EVENTS = [
     _profile.Event("attention", 5_000_000, 4_000_000),
@@ -28,7 +28,7 @@ TINY = Workload("tiny", 300, 2, head_dim=64)
 def any_device(monkeypatch):
     """Kernels run in the interpreter; the attention's place is taken by the first of its inputs."""
     monkeypatch.setitem(WORKLOADS, "tiny", TINY)
-    for module in (clustering, preparation):
+    for module in (_counting_sort, _nearest, clustering, preparation):
 
         def launch(body, *arguments, interpret=False, run=module.launch, **options):
             if "interpret" in getattr(body, "keywords", ()):

@@ -18,7 +18,7 @@ from flax import nnx
 import vc_jax
 from vc_jax import _vsmooth
 from vc_jax.benchmarks import fidelity
-from vc_jax.pallas_kernels import clustering
+from vc_jax.pallas_kernels import _nearest
 
 TIMES = ((0.9, 0.95), (0.6, 0.9), (0.3, 0.6))
 LAYERS = (0, 3, 6)
@@ -52,9 +52,9 @@ def exact_labels(values, centroids):
 
 
 def code_labels(values, centroids):
-    codes = clustering._codes(centroids[None, None], jnp.bfloat16)
+    codes = _nearest.codes_of(centroids[None, None], jnp.bfloat16)
     rows = values.astype(jnp.bfloat16)
-    tokens = clustering._token_codes(rows, codes.scale[0, 0], codes.shift[0, 0], True)
+    tokens = _nearest.token_codes(rows, codes.scale[0, 0], codes.shift[0, 0], True)
     inner = jnp.matmul(
         tokens.astype(jnp.float32), codes.centroid[0, 0].astype(jnp.float32).T, precision="highest"
     )
