@@ -124,9 +124,9 @@ def run(arguments: argparse.Namespace, about: dict[str, Any], peer: Any) -> int:
         if name == names[0]:
             try:
                 report["profile"] = profile_calls(WORKLOADS[name], own, arguments.presets)
+                print(_profile_table(report["profile"]), flush=True)
             except RuntimeError as error:
                 about["profile"] = str(error)
-            print(_profile_table(report["profile"]), flush=True)
     write_results(arguments.output, "preprocess", report, report_text(report))
     return 0
 

@@ -1,7 +1,9 @@
 """What an attention call computes: one frozen configuration, and the names of the usual ones."""
 
 import dataclasses
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
+
+import numpy as np
 
 QkFormat = Literal["none", "int8", "e4m3", "nvfp4"]
 PvFormat = Literal["none", "e4m3", "nvfp4"]
@@ -11,6 +13,14 @@ BLOCK = 128
 """Keys per block: the granularity of key scales and value means."""
 STEP = 256
 """Keys per step of the softmax: the granularity of row maxima and FP32 promotion."""
+
+
+def check_integer(name: str, number: Any, low: int) -> int:
+    """A Python or NumPy integer of at least `low`, as a Python one."""
+    whole = isinstance(number, (int, np.integer)) and not isinstance(number, bool)
+    if not whole or number < low:
+        raise ValueError(f"{name} must be an integer >= {low}, got {number!r}")
+    return int(number)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,10 +98,8 @@ class AttentionConfig:
             number = getattr(self, name)
             if number is None and name in ("clusters", "lloyd_stride"):
                 continue
-            if isinstance(number, bool) or not isinstance(number, int) or number < low:
-                raise ValueError(
-                    f"AttentionConfig.{name} must be an integer >= {low}, got {number!r}"
-                )
+            number = check_integer(f"AttentionConfig.{name}", number, low)
+            object.__setattr__(self, name, number)
             if not self.smooth_values and number != type(self).__dataclass_fields__[name].default:
                 raise ValueError(
                     f"AttentionConfig.{name} must be left out when smooth_values is False: it "
@@ -150,7 +158,11 @@ def default_clusters(kv_length: int) -> int:
     With clusters in a chain of similar ones, more of them take more energy out of the values, up to
     about one per block; beyond half of that the gain is small, and the cost grows with their number
     (`docs/fidelity.md` has the measurements).
+
+    Raises:
+      ValueError: `kv_length` is not an integer >= 1.
     """
+    kv_length = check_integer("kv_length", kv_length, 1)
     blocks = -(-kv_length // BLOCK)
     return max(min(blocks, 128), blocks // 2)
 
@@ -160,5 +172,10 @@ def default_lloyd_stride(kv_length: int, clusters: int) -> int:
 
     As many place a centroid well enough: on values of the shipped video DiT block means then hold
     98 % of the energy that they hold after converged k-means over all tokens (`docs/fidelity.md`).
+
+    Raises:
+      ValueError: an argument is not an integer >= 1.
     """
+    kv_length = check_integer("kv_length", kv_length, 1)
+    clusters = check_integer("clusters", clusters, 1)
     return max(1, min(4, kv_length // (48 * clusters)))

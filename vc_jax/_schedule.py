@@ -65,7 +65,10 @@ class DenoisingSchedule:
 
     @property
     def refresh_steps(self) -> tuple[int, ...]:
-        """The steps at which values are clustered."""
+        """The steps at which values are clustered, unless `high_precision_steps` has them.
+
+        The first step after those that is in the window clusters too if nothing was clustered yet.
+        """
         return tuple(range(0, self.smoothing_steps, self.refresh_every))
 
     def in_window(self, step: jax.typing.ArrayLike) -> jax.Array:

@@ -84,8 +84,15 @@ def init_state(
 def reset(state: AttentionState) -> AttentionState:
     """The state without its order: the next call in the window clusters from scratch.
 
-    For a change of the model under the same latents, such as Wan2.2's switch of experts.
+    For a change of the model under the same latents, such as Wan2.2's switch of experts, and after
+    a clustering of values that are nothing like those to come (all equal, another scale, not
+    finite): a refresh starts from the last centroids, and what fell into one cluster stays there.
+
+    Raises:
+      TypeError: `state` is no AttentionState.
     """
+    if not isinstance(state, AttentionState):
+        raise TypeError(f"state must be an AttentionState, got {type(state).__name__}")
     return state._replace(made=jnp.zeros_like(state.made))
 
 
@@ -101,10 +108,11 @@ def check_state(state, inputs: Inputs, config: AttentionConfig, layered: bool) -
         expected = want.shape[1:] if layered else want.shape
         if shape != expected or got.ndim != want.ndim or got.dtype != want.dtype:
             lead = "layers, " if layered else ""
+            made_by = "init_state(layers=...)" if layered else "init_state without layers"
             raise ValueError(
                 f"state.{name} must be {want.dtype} [{lead}{', '.join(map(str, expected))}] "
                 f"for these keys and this configuration, got {got.dtype} {list(got.shape)}; make "
-                f"it with init_state and {'pass' if layered else 'do not pass'} layer"
+                f"it with {made_by}{'' if layered else ', or pass layer'}"
             )
 
 
@@ -169,7 +177,10 @@ def _in_window(
     refresh: Bool[Array, ""],
     same: Bool[Array, ""],
 ) -> AttentionState:
-    """The state with an order for these keys: a new one to refresh it or for other keys."""
+    """The state with an order for these keys: a new one to refresh it or for other keys.
+
+    One scalar decides for the whole batch.
+    """
     valid = _key_valid(inputs)
 
     def cluster() -> AttentionState:
@@ -310,7 +321,6 @@ def _step(inputs, state, step, schedule, config, implementation, residual):
             new = _after_window(state, inputs, same)
             return run(config, implementation, False, new.permutation), new
 
-        # One scalar decides for the whole batch.
         return lax.cond(schedule.in_window(step), window, after)
 
     if schedule.high_precision_steps == (0, 0) or not config.quantized:

@@ -117,9 +117,12 @@ def kmeans(
       centroids: [..., k, H] to start from (warm start) instead of rows of the values.
 
     Raises:
-      ValueError: `clusters`, `stride` or `steps` out of range, or `valid` or `centroids` of another
-        shape.
+      ValueError: no tokens or channels; `clusters`, `stride` or `steps` out of range; `valid` or
+        `centroids` of another shape, or `valid` not bool.
     """
+    if jnp.ndim(values) < 2 or 0 in jnp.shape(values)[-2:]:
+        raise ValueError(f"values must be [..., S, H], S and H >= 1, got {list(jnp.shape(values))}")
+    values = jnp.asarray(values)
     *batch, length, size = values.shape
     for name, number, low in (
         ("clusters", clusters, 1),
@@ -133,8 +136,9 @@ def kmeans(
             raise ValueError(f"{name} must be an integer >= {low}, got {number!r}")
     if valid is None:
         valid = jnp.ones((*batch, length), bool)
-    if valid.shape != (*batch, length):
-        raise ValueError(f"valid must have shape {(*batch, length)}, got {valid.shape}")
+    if valid.shape != (*batch, length) or valid.dtype != bool:
+        wanted = f"bool {[*batch, length]}"
+        raise ValueError(f"valid must be {wanted}, got {valid.dtype} {list(valid.shape)}")
     values, valid = values.reshape(-1, length, size), valid.reshape(-1, length)
     if centroids is None:
         centroids = jax.vmap(lambda v, m: spread_rows(v, m, clusters))(values, valid)

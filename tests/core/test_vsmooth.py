@@ -270,3 +270,36 @@ def test_lloyd_steps_over_every_other_token_move_centroids_by_those_alone():
     np.testing.assert_allclose(got.centroids, want.centroids, atol=1e-6)
     np.testing.assert_array_equal(got.labels[::2], want.labels)
     assert got.labels.shape == (300,)
+
+
+@pytest.mark.parametrize("shape", [(5,), (0, 5), (5, 0)])
+def test_kmeans_needs_tokens_and_channels(shape):
+    with pytest.raises(ValueError, match="values must be"):
+        vc_jax.kmeans(jnp.ones(shape), 2)
+
+
+def test_kmeans_takes_a_mask_of_booleans_only():
+    with pytest.raises(ValueError, match=r"valid must be bool \[9\], got float32"):
+        vc_jax.kmeans(jnp.ones((9, 4)), 2, valid=jnp.ones(9))
+
+
+@pytest.mark.parametrize("number", [0, -1, 1.5, "a", True])
+def test_default_numbers_are_of_whole_positive_sizes(number):
+    with pytest.raises(ValueError, match="kv_length must be an integer >= 1"):
+        vc_jax.default_clusters(number)
+    with pytest.raises(ValueError, match="kv_length must be an integer >= 1"):
+        vc_jax.default_lloyd_stride(number, 2)
+    with pytest.raises(ValueError, match="clusters must be an integer >= 1"):
+        vc_jax.default_lloyd_stride(300, number)
+
+
+def test_integers_of_numpy_are_integers():
+    config = vc_jax.AttentionConfig(clusters=np.int32(4), lloyd_stride=np.int64(3))
+    assert config == vc_jax.AttentionConfig(clusters=4, lloyd_stride=3)
+    assert type(config.clusters) is int
+
+
+@pytest.mark.parametrize("state", [None, (1, 2)])
+def test_reset_takes_a_state_only(state):
+    with pytest.raises(TypeError, match="state must be an AttentionState"):
+        vc_jax.reset(state)
