@@ -155,18 +155,9 @@ def kernel_job(model: VideoModel, preset: str, means: bool) -> Job:
     prepared = jax.eval_shape(prepare_job(model, preset).function, *call_arguments(model))
 
     def run(prepared):
-        block_means = prepared.block_means if means else None
-        return hopper.attention(
-            prepared.query_codes,
-            prepared.query_scale,
-            prepared.key_codes,
-            prepared.key_scale,
-            prepared.value_codes,
-            prepared.value_scale,
-            block_means,
-            prepared.kv_count,
-            softmax=softmax,
-        )[0]
+        if not means:
+            prepared = dataclasses.replace(prepared, block_means=None)
+        return hopper.attention(prepared, softmax=softmax)[0]
 
     return Job(run, (prepared,))
 

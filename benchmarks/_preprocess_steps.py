@@ -104,12 +104,9 @@ def _prepare_job(workload: Workload, preset: str, smooth: bool) -> Job:
     return Job(prepare, (*_abstract(workload), jax.ShapeDtypeStruct(shape, jnp.int32)))
 
 
-def _kernel_job(prepare: Job, preset: str, smooth: bool) -> Job:
+def _kernel_job(prepare: Job, preset: str) -> Job:
     def kernel(prepared):
-        means = prepared.block_means if smooth else None
-        softmax = vc_jax.PRESETS[preset].softmax
-        arrays: Any = (*prepared[:6], means, prepared.kv_count)
-        return hopper.attention(*arrays, softmax=softmax)[0]
+        return hopper.attention(prepared, softmax=vc_jax.PRESETS[preset].softmax)[0]
 
     return Job(kernel, (jax.eval_shape(prepare.function, *prepare.arguments),))
 
@@ -129,7 +126,7 @@ def jobs(
         for smooth, name in ((True, "means"), (False, "no means")):
             prepare = _prepare_job(workload, preset, smooth)
             found[f"{preset} prepare, {name}"] = prepare
-            found[f"{preset} kernel, {name}"] = _kernel_job(prepare, preset, smooth)
+            found[f"{preset} kernel, {name}"] = _kernel_job(prepare, preset)
     return found
 
 

@@ -6,6 +6,7 @@ has its own benchmark. The FP8 matrix product of the same run is the card's own 
 """
 
 import argparse
+import dataclasses
 import functools
 import pathlib
 import time
@@ -76,13 +77,14 @@ def kernel_call(
     prepared: vc_jax.Prepared8, means: bool, config: hopper.Config | None, softmax: str
 ) -> Callable[[], jax.Array]:
     """The fused kernel on prepared inputs, jitted."""
-    arrays = (*prepared[:6], prepared.block_means if means else None, prepared.kv_count)
+    if not means:
+        prepared = dataclasses.replace(prepared, block_means=None)
 
     @jax.jit
-    def run(*arrays):
-        return hopper.attention(*arrays, softmax=softmax, config=config)[0]
+    def run(prepared):
+        return hopper.attention(prepared, softmax=softmax, config=config)[0]
 
-    return lambda: run(*arrays)
+    return lambda: run(prepared)
 
 
 def kernels_of(

@@ -4,11 +4,10 @@ A thread holds two rows of a 64-row tile (`half` 0 and 1); four neighbouring thr
 a row. Scores come as float16 pairs (E4M3 products) or as integers whose accumulators start at
 `INT8_START`, so that their bits, read as float32, are `MAGIC + score` exactly.
 
-`InterpretedRegisters` in `_hopper_interpreted.py` does the same in plain JAX, for the interpreter.
+`InterpretedRegisters` in `_interpreted.py` does the same in plain JAX, for the interpreter.
 """
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -21,12 +20,10 @@ from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf, vector
 
+from ..layout import COUNT_ROWS, E4M3, PROBABILITY_SCALE, STEP, TOP
 from . import _ptx as ptx
-from ._layout import COUNT_ROWS, E4M3, STEP
 
 ROWS = 64
-TOP = 119.65
-"""Code (eighths of an octave, E4M3 bits) of the largest score of a row; it rounds to 120 = 256."""
 MAGIC = 12582912.0
 INT8_START = 0x4B400000
 GROWTH = 480.0
@@ -138,7 +135,7 @@ def _exp_bytes(scores, group: int, largest):
     for i in range(2):
         for code in scores.in_codes(2 * group + i):
             octaves = ptx.multiply(arith.subf(code, largest), ptx.constant(0.125))
-            values.append(ptx.multiply(ptx.exp2(octaves), ptx.constant(256.0)))
+            values.append(ptx.multiply(ptx.exp2(octaves), ptx.constant(PROBABILITY_SCALE)))
     return ptx.e4m3x4_from_f32(values)
 
 
@@ -379,6 +376,3 @@ class Registers:
 def _weight(code, reference):
     """2^((code - reference) / 8)."""
     return ptx.exp2(ptx.multiply(arith.subf(code, reference), ptx.constant(0.125)))
-
-
-NATS_PER_CODE = math.log(2.0) / 8.0

@@ -13,8 +13,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from ._hopper_registers import GROWTH, ROWS, TOP
-from ._layout import BLOCK, COUNT_ROWS, E4M3, STEP
+from ..layout import BLOCK, COUNT_ROWS, E4M3, PROBABILITY_SCALE, STEP, TOP
+from ._registers import GROWTH, ROWS
 
 
 def _read(ref) -> jax.Array:
@@ -81,7 +81,7 @@ class InterpretedRegisters:
         if self.softmax != "expcast":
             largest = jnp.maximum(largest, largest_before)
         if self.softmax == "exp":
-            probability = 256.0 * _octaves(scaled - largest[:, None])
+            probability = PROBABILITY_SCALE * _octaves(scaled - largest[:, None])
             codes = jnp.minimum(probability, 448.0).astype(E4M3)
             return _stored_order(codes), largest, largest
         bias, anchor = TOP - largest, largest
