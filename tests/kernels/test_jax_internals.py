@@ -6,6 +6,7 @@
 import inspect
 import pathlib
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +14,11 @@ import numpy as np
 import pytest
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 
-from vc_jax.pallas_kernels import _ptx as ptx
 from vc_jax.pallas_kernels import hopper
+from vc_jax.pallas_kernels.hopper import _ptx as ptx
+from vc_jax.pallas_kernels.layout import E4M3, Prepared8
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "jax_internals.md"
-E4M3 = jnp.float8_e4m3fn
 ROWS, COLUMNS = 64, 32
 OPCODE = r"(?<![\w.])[a-z][a-z0-9]*(?:\.[A-Za-z0-9]+)+"
 
@@ -70,10 +71,10 @@ def test_a_thread_holds_the_rows_that_the_kernel_takes_from_its_registers():
 def lowered(code_dtype, softmax: str) -> str:
     """The program for a GPU that holds the kernel, with the kernel's own strings readable."""
 
-    def array(shape, dtype):
+    def array(shape, dtype) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    arguments = [
+    prepared = Prepared8(
         array((1, 1, 64, 128), code_dtype),
         array((1, 1, 64), jnp.float32),
         array((1, 1, 256, 128), code_dtype),
@@ -82,12 +83,13 @@ def lowered(code_dtype, softmax: str) -> str:
         array((1, 1, 128), jnp.float32),
         array((1, 1, 2, 128), jnp.bfloat16),
         array((1,), jnp.int32),
-    ]
+        array((1, 1, 64), jnp.float32),
+    )
 
-    def call(*arrays):
-        return hopper.attention(*arrays, softmax=softmax, return_residual=True)
+    def call(prepared):
+        return hopper.attention(prepared, softmax=softmax, return_residual=True)
 
-    text = jax.jit(call).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    text = jax.jit(call).trace(prepared).lower(lowering_platforms=("cuda",)).as_text()
     return re.sub(r"\\[0-9A-F]{2}", " ", text)
 
 

@@ -51,13 +51,15 @@ def test_the_sampling_loop_of_the_readme_uses_its_state():
 
 
 def modules_with_examples() -> list[str]:
-    files = (f for package in PACKAGES for f in sorted((ROOT / package).glob("*.py")))
     names = []
-    for file in files:
-        if ">>>" in file.read_text():
-            parent = file.parent.name
-            below = "vc_jax" if parent == "vc_jax" else f"vc_jax.{parent}"
-            names.append(f"{below}.{file.stem}")
+    for package in PACKAGES:
+        # The folders in `vc_jax` are links to the other packages.
+        folder = ROOT / package
+        for file in sorted(folder.glob("*.py") if package == "vc_jax" else folder.rglob("*.py")):
+            if ">>>" in file.read_text():
+                parts = file.relative_to(ROOT).with_suffix("").parts
+                parts = parts[:-1] if parts[-1] == "__init__" else parts
+                names.append(".".join(parts if package == "vc_jax" else ("vc_jax", *parts)))
     return names
 
 
