@@ -22,7 +22,7 @@ from jaxtyping import Float
 from vc_jax._cli import complain, path
 
 from ..models import VideoDiT, load_video_dit
-from ..models.sample_clip import InputError, load_clip, to_model
+from ..models.sample_job.clip import InputError, load_clip, to_model
 from ._command_line import once, parser_of, positive, share
 from ._fidelity_measures import METHODS, Head, measure_head
 from ._results import announce_figure, environment, markdown_table, pyplot, write_results
