@@ -9,21 +9,28 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import vc_jax
-from vc_jax import _fused
-
-from ..pallas_kernels import hopper
 from ._amdahl import OfKinds, of_kinds
-from ._denoising import KINDS, SCHEDULE, Job, Program, compile_jobs
 from ._preprocess_stages import Inputs, bytes_of, clustered_inputs
 from ._profile import profile
+from ._programs import (
+    KINDS,
+    SCHEDULE,
+    Job,
+    Program,
+    abstract_inputs,
+    bare_kernel_jobs,
+    call_job,
+    compile_jobs,
+    fresh_state,
+    step_job,
+)
 from ._timing import Candidate, Measurement, sustained
 from ._workloads import Workload
 
 PEER = "FlashAttention-3 BF16"
 _COMPARED = ("window", "after")
 """Kinds of steps that are timed in turns with the peer."""
-_PARTS = tuple(f"{part}, {m}" for part in ("prepare", "kernel") for m in ("means", "no means"))
+_KERNELS = tuple(f"{part}, {m}" for part in ("prepare", "kernel") for m in ("means", "no means"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,57 +70,6 @@ def _second_run(candidate: Candidate) -> float:
     return time.perf_counter() - start
 
 
-def _abstract(workload: Workload) -> tuple[jax.ShapeDtypeStruct, ...]:
-    shape = (workload.batch, workload.length, workload.heads, workload.head_dim)
-    return (jax.ShapeDtypeStruct(shape, jnp.bfloat16),) * 3
-
-
-def _fresh_state(workload: Workload, preset: str) -> vc_jax.AttentionState:
-    return vc_jax.init_state(
-        preset, workload.batch, workload.length, workload.heads, workload.head_dim
-    )
-
-
-def _step_job(workload: Workload, preset: str) -> Job:
-    def step(query, key, value, state, index):
-        return vc_jax.attention_step(
-            *(query, key, value, state), step=index, schedule=SCHEDULE, config=preset
-        )
-
-    state = jax.eval_shape(functools.partial(_fresh_state, workload, preset))
-    index = jax.ShapeDtypeStruct((), jnp.int32)
-    return Job(step, (*_abstract(workload), state, index))
-
-
-def _call_job(workload: Workload, preset: str) -> Job:
-    def call(query, key, value):
-        return vc_jax.dot_product_attention(query, key, value, config=preset)
-
-    return Job(call, _abstract(workload))
-
-
-def _prepare_job(workload: Workload, preset: str, smooth: bool) -> Job:
-    def prepare(query, key, value, order):
-        mean = _fused.key_mean_fused(key, None, None)
-        config = vc_jax.PRESETS[preset]
-        return _fused.prepare_fused(
-            query, key, value, config, order=order, mean=mean, smooth=smooth
-        )
-
-    shape = (workload.batch, workload.heads, workload.length)
-    return Job(prepare, (*_abstract(workload), jax.ShapeDtypeStruct(shape, jnp.int32)))
-
-
-def _kernel_job(prepare: Job, preset: str, smooth: bool) -> Job:
-    def kernel(prepared):
-        means = prepared.block_means if smooth else None
-        softmax = vc_jax.PRESETS[preset].softmax
-        arrays: Any = (*prepared[:6], means, prepared.kv_count)
-        return hopper.attention(*arrays, softmax=softmax)[0]
-
-    return Job(kernel, (jax.eval_shape(prepare.function, *prepare.arguments),))
-
-
 def jobs(
     workload: Workload,
     presets: Sequence[str],
@@ -121,15 +77,13 @@ def jobs(
     stateless: bool = False,
 ) -> dict[str, Job]:
     """Everything that is compiled for a workload, by name; `stateless` calls if asked for."""
-    found = {} if peer is None else {PEER: Job(peer, _abstract(workload))}
+    found = {} if peer is None else {PEER: Job(peer, abstract_inputs(workload))}
     for preset in presets:
         if stateless:
-            found[f"{preset} call"] = _call_job(workload, preset)
-        found[f"{preset} step"] = _step_job(workload, preset)
-        for smooth, name in ((True, "means"), (False, "no means")):
-            prepare = _prepare_job(workload, preset, smooth)
-            found[f"{preset} prepare, {name}"] = prepare
-            found[f"{preset} kernel, {name}"] = _kernel_job(prepare, preset, smooth)
+            found[f"{preset} call"] = call_job(workload, preset)
+        found[f"{preset} step"] = step_job(workload, preset)
+        for name, job in bare_kernel_jobs(workload, preset, ordered=True).items():
+            found[f"{preset} {name}"] = job
     return found
 
 
@@ -163,11 +117,11 @@ def measure_steps(
     presets = [
         preset
         for preset in settings.presets
-        if all(f"{preset} {part}" in programs for part in ("step", *_PARTS))
+        if all(f"{preset} {part}" in programs for part in ("step", *_KERNELS))
     ]
     candidates: dict[str, Candidate] = {}
     for preset in presets:
-        candidates |= _candidates_of(preset, programs, inputs, _fresh_state(workload, preset))
+        candidates |= _candidates_of(preset, programs, inputs, fresh_state(workload, preset))
     measured = settings.time(candidates, settings.seconds)
     with_peer: dict[str, Measurement] = {}
     if PEER in programs:
@@ -185,7 +139,7 @@ def measure_steps(
 def _candidates_of(preset: str, programs: Mapping[str, Program], inputs: Inputs, cold):
     """Every kind of step, and the kernel on inputs in the order of the cold step."""
     step = programs[f"{preset} step"].call
-    _, made = step(*inputs, cold, jnp.int32(KINDS["cold"]))
+    _, made = step(*inputs, cold, jnp.int32(KINDS["cold"]), None)
     found = {}
     for name in ("means", "no means"):
         prepared = programs[f"{preset} prepare, {name}"].call(*inputs, made.permutation)
@@ -193,7 +147,7 @@ def _candidates_of(preset: str, programs: Mapping[str, Program], inputs: Inputs,
         found[f"{preset} kernel, {name}"] = Candidate(functools.partial(kernel, prepared))
     for kind, index in KINDS.items():
         state = cold if kind == "cold" else made
-        run = functools.partial(step, *inputs, state, jnp.int32(index))
+        run = functools.partial(step, *inputs, state, jnp.int32(index), None)
         found[f"{preset} {kind}"] = Candidate(run)
     return found
 
@@ -209,13 +163,13 @@ def profile_calls(
     inputs = clustered_inputs(workload)
     rows = []
     for preset in presets:
-        cold = _fresh_state(workload, preset)
+        cold = fresh_state(workload, preset)
         step = programs[f"{preset} step"].call
-        made = step(*inputs, cold, jnp.int32(KINDS["cold"]))[1]
+        made = step(*inputs, cold, jnp.int32(KINDS["cold"]), None)[1]
         calls = {"no state": functools.partial(programs[f"{preset} call"].call, *inputs)}
         for kind, index in KINDS.items():
             state = cold if kind == "cold" else made
-            calls[kind] = functools.partial(step, *inputs, state, jnp.int32(index))
+            calls[kind] = functools.partial(step, *inputs, state, jnp.int32(index), None)
         for kind, call in calls.items():
             row = {"workload": workload.name, "preset": preset, "kind": kind}
             rows.append(row | dataclasses.asdict(profile(call)))
@@ -241,7 +195,7 @@ def _row(
     }
     steps = of_kinds(times)
     program = programs[f"{preset} step"]
-    state = jax.eval_shape(functools.partial(_fresh_state, workload, preset))
+    state = jax.eval_shape(functools.partial(fresh_state, workload, preset))
     own = {name: entry for name, entry in measured.items() if name.startswith(preset)}
     return {
         "workload": workload.name,

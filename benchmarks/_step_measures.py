@@ -10,17 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import vc_jax
-
 from ._amdahl import of_kinds, summary
-from ._denoising import (
-    KINDS,
-    SCHEDULE,
-    Program,
-    matrix_flops,
-    matrix_product_job,
-    state_function,
-)
+from ._model_programs import has_lengths, matrix_flops, matrix_product_job, state_function
+from ._programs import KINDS, SCHEDULE, Program, fresh_state
 from ._timing import Candidate, Measurement, sustained
 from ._video_models import VideoModel
 from ._workloads import random_inputs
@@ -215,9 +207,9 @@ def measure_attention(
                 return call(*inputs, *argument)[0]
 
             candidates[f"{preset}, {kind}"] = Candidate(run, model.workload.flops)
-        prepared = programs[f"{preset} prepare"].call(*inputs)
-        for label in ("kernel, means", "kernel"):
-            kernel = functools.partial(programs[f"{preset} {label}"].call, prepared)
+        for label, means in (("kernel, means", "means"), ("kernel", "no means")):
+            prepared = programs[f"{preset} prepare, {means}"].call(*inputs)
+            kernel = functools.partial(programs[f"{preset} kernel, {means}"].call, prepared)
             candidates[f"{preset} {label}"] = Candidate(kernel, model.workload.flops)
     measured = sustained(
         candidates,
@@ -233,9 +225,9 @@ def call_states(
 ) -> dict[str, tuple[Any, Any, Any]]:
     """State, step and lengths of every kind of call."""
     work = model.workload
-    fresh = vc_jax.init_state(preset, work.batch, work.length, work.heads, work.head_dim)
+    fresh = fresh_state(work, preset)
     lengths = None
-    if "text_mask" in model.conditioning:
+    if has_lengths(model):
         lengths = jnp.full((work.batch,), work.length, jnp.int32)
     made = call(*inputs, fresh, jnp.int32(KINDS["cold"]), lengths)[1]
     return {

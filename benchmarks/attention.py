@@ -8,19 +8,18 @@ has its own benchmark. The FP8 matrix product of the same run is the card's own 
 import argparse
 import functools
 import pathlib
-import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-import vc_jax
-from vc_jax._cli import complain
+from vc_jax._command_line import complain, once, positive
 
 from ..pallas_kernels import hopper
-from ._command_line import once, parser_of, positive
-from ._peers import available_peers
+from ._command_line import missing_gpu, parser_of
+from ._peers import Attention, available_peers
+from ._programs import Job, abstract_inputs, compile_jobs, kernel_job, prepare_job
 from ._results import announce_figure, environment, markdown_table, pyplot, write_results
 from ._timing import Candidate, Measurement, sustained
 from ._workloads import WORKLOADS, Workload, exact_rows, random_inputs, relative_error
@@ -57,79 +56,88 @@ def gemm_candidate() -> Candidate:
     return Candidate(lambda: product(left, right), 2.0 * size**3)
 
 
-# Nothing here is timed, and choosing the fastest matrix products would take most of a run.
-@functools.partial(
-    jax.jit,
-    static_argnames=("preset", "smooth"),
-    compiler_options={"xla_gpu_autotune_level": 0},
-)
-def prepare_in_sequence(query, key, value, preset: str, smooth: bool) -> vc_jax.Prepared8:
-    """Inputs prepared in sequence order."""
-    config = vc_jax.PRESETS[preset]
-    mean = vc_jax.mean_key(key)
-    prepared = vc_jax.prepare(query, key, value, config, key_mean=mean, smooth=smooth)
-    assert isinstance(prepared, vc_jax.Prepared8)
-    return prepared
+class Variant(NamedTuple):
+    """A way to run the fused kernel.
+
+    Attributes:
+      label: of its row.
+      preset: low-bit preset.
+      means: whether values are smoothed, and their block means added.
+      config: of the kernel; `None` takes the one for the shape.
+      softmax: how scores become probabilities.
+    """
+
+    label: str
+    preset: str
+    means: bool
+    config: hopper.Config | None
+    softmax: str
 
 
-def kernel_call(
-    prepared: vc_jax.Prepared8, means: bool, config: hopper.Config | None, softmax: str
-) -> Callable[[], jax.Array]:
-    """The fused kernel on prepared inputs, jitted."""
-    arrays = (*prepared[:6], prepared.block_means if means else None, prepared.kv_count)
-
-    @jax.jit
-    def run(*arrays):
-        return hopper.attention(*arrays, softmax=softmax, config=config)[0]
-
-    return lambda: run(*arrays)
-
-
-def kernels_of(
-    inputs, variants: Sequence[tuple[str, str, bool, hopper.Config | None, str]]
-) -> dict[str, Callable[[], jax.Array]]:
-    """Fused kernels by label; `variants` are (label, preset, means, config, softmax)."""
-    prepared: dict[tuple[str, bool], vc_jax.Prepared8] = {}
-    calls = {}
-    for label, preset, means, config, softmax in variants:
-        if (preset, means) not in prepared:
-            prepared[preset, means] = prepare_in_sequence(*inputs, preset, means)
-        calls[label] = kernel_call(prepared[preset, means], means, config, softmax)
-    return calls
-
-
-def standard_variants(presets: Sequence[str], softmax: str = "expcast"):
+def standard_variants(presets: Sequence[str], softmax: str = "expcast") -> Iterator[Variant]:
     """With and without block means, in the kernel's default configuration."""
     for preset in presets:
-        yield f"vc_jax {preset}", preset, True, None, softmax
-        yield f"vc_jax {preset}, no means", preset, False, None, softmax
+        yield Variant(f"vc_jax {preset}", preset, True, None, softmax)
+        yield Variant(f"vc_jax {preset}, no means", preset, False, None, softmax)
+
+
+def compiled_calls(
+    workload: Workload,
+    variants: Sequence[Variant],
+    peers: Mapping[str, tuple[str, Attention]],
+    inputs: Sequence[jax.Array],
+) -> tuple[dict[str, Callable[[], jax.Array]], dict[str, float]]:
+    """Calls of peers and of the fused kernel by label, and the seconds that compiling each took.
+
+    One after the other, so that no compilation slows another one down.
+    """
+    prepares = {
+        (preset, means): prepare_job(workload, preset, smooth=means)
+        for _, preset, means, *_ in variants
+    }
+    jobs = {
+        name: Job(attention, abstract_inputs(workload)) for name, (_, attention) in peers.items()
+    }
+    for label, preset, means, config, softmax in variants:
+        prepare = prepares[preset, means]
+        jobs[label] = kernel_job(prepare, smooth=means, softmax=softmax, config=config)
+    programs, _ = compile_jobs(jobs, workers=1)
+    preparations, _ = compile_jobs(prepares)
+    prepared = {key: program.call(*inputs) for key, program in preparations.items()}
+    arguments = dict.fromkeys(peers, inputs) | {
+        label: (prepared[preset, means],)
+        for label, preset, means, *_ in variants
+        if (preset, means) in prepared
+    }
+    calls = {
+        label: functools.partial(programs[label].call, *arguments[label])
+        for label in jobs
+        if label in programs and label in arguments
+    }
+    return calls, {label: programs[label].compile_s for label in calls}
 
 
 def measure(
     workload: Workload,
-    variants,
+    variants: Sequence[Variant],
     *,
     seconds: float,
     rounds: int,
-    peers: dict[str, Any],
+    peers: Mapping[str, tuple[str, Attention]],
     logit_sigma: float = 1.0,
 ) -> list[dict[str, Any]]:
     """Rows of one workload: every kernel's speed and error."""
     inputs = random_inputs(workload, logit_sigma=logit_sigma)
     exact, chosen = exact_rows(*inputs)
-    calls: dict[str, Callable[[], jax.Array]] = {}
-    for name, (_, attention) in peers.items():
-        calls[name] = functools.partial(jax.jit(attention), *inputs)
-    calls |= kernels_of(inputs, variants)
+    calls, compile_s = compiled_calls(workload, variants, peers, inputs)
     candidates, facts = {}, {}
     for name, call in calls.items():
-        start = time.perf_counter()
         try:
             out = jax.block_until_ready(call())
         except Exception as error:  # a peer that does not take this shape
             print(f"  {name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
             continue
-        facts[name] = (time.perf_counter() - start, relative_error(out, exact, chosen))
+        facts[name] = (compile_s[name], relative_error(out, exact, chosen))
         del out
         candidates[name] = Candidate(call, workload.flops)
     candidates[GEMM] = gemm_candidate()
@@ -215,7 +223,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; 2 when this machine has no GPU that the kernel runs on."""
     arguments = parser().parse_args(argv)
-    reason = _missing_gpu()
+    reason = missing_gpu()
     if reason is not None:
         return complain("bench attention", reason)
     announce_figure()
@@ -248,10 +256,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     plot_over_length(rows, arguments.output / "attention.png")
     return 0
-
-
-def _missing_gpu() -> str | None:
-    device = jax.devices()[0]
-    if str(getattr(device, "compute_capability", "")) != "9.0":
-        return f"needs a GPU of compute capability 9.0, this is {device.device_kind}"
-    return None

@@ -11,11 +11,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from vc_jax._cli import complain
+from vc_jax._command_line import complain, once, positive
 
 from ._amdahl import kind_counts
-from ._command_line import once, parser_of, positive
-from ._denoising import KINDS, SCHEDULE
+from ._command_line import missing_gpu, parser_of
 from ._peers import available_peers
 from ._preprocess_stages import check_codes, check_energy, clustered_inputs, stages
 from ._preprocess_steps import (
@@ -27,9 +26,9 @@ from ._preprocess_steps import (
     measure_steps,
     profile_calls,
 )
+from ._programs import KINDS, SCHEDULE
 from ._results import environment, markdown_table, write_results
 from ._workloads import WORKLOADS
-from .attention import _missing_gpu
 
 DEFAULT_WORKLOADS = ("wan-720p",)
 SCHEDULE_WORKLOADS = ("wan-720p", "hunyuan-720p", "longcat-480p", "minimax-h3")
@@ -80,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse.parse_args(argv)
     if not arguments.workloads and not arguments.schedules:
         parse.error("nothing to measure: --workloads and --schedules are both empty")
-    reason = _missing_gpu()
+    reason = missing_gpu()
     if reason is not None:
         return complain("bench preprocess", reason)
     peers, missing = available_peers()

@@ -15,20 +15,15 @@ import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
+from ._command_line import Parser, complain, once, path
+
 BENCHMARKS = ("attention", "preprocess", "end-to-end", "fidelity")
 _PRESETS = ("bf16", "int8", "fp8", "nvfp4")
-_USAGE_ERROR, _INTERRUPTED, _TERMINATED = 2, 130, 143
+_INTERRUPTED, _TERMINATED = 130, 143
 
 
 class _Terminated(KeyboardInterrupt):
     """SIGTERM: cleans up like Ctrl-C."""
-
-
-class Parser(argparse.ArgumentParser):
-    """Reports a mistake in one line; the benchmarks' parsers are of this class too."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(_USAGE_ERROR, f"{self.prog}: {_one_line(message)} (see {self.prog} --help)\n")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -131,23 +126,6 @@ def _size(text: str) -> tuple[int, int]:
     return height, width
 
 
-def path(text: str) -> pathlib.Path:
-    """A path; an empty one, which would be the working folder, is a mistake."""
-    if not text:
-        raise argparse.ArgumentTypeError("must not be empty")
-    return pathlib.Path(text)
-
-
-def _one_line(message: object) -> str:
-    return " ".join(str(message).split())
-
-
-def complain(command: str, message: object) -> int:
-    """Says in one line on stderr why a command cannot be done, and returns its exit code."""
-    print(f"vc-jax {command}: {_one_line(message)}", file=sys.stderr)
-    return _USAGE_ERROR
-
-
 def _run_sample(arguments: argparse.Namespace) -> int:
     try:
         sample_job = importlib.import_module("vc_jax.models.sample_job")
@@ -158,7 +136,7 @@ def _run_sample(arguments: argparse.Namespace) -> int:
         output=arguments.output,
         video=arguments.video,
         start=arguments.start,
-        attention=tuple(dict.fromkeys(names)),
+        attention=tuple(once(names)),
         steps=arguments.steps,
         frames=arguments.frames,
         condition=arguments.condition,

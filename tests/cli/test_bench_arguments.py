@@ -189,7 +189,7 @@ def test_attention_leaves_out_only_the_figure(tmp_path, drawn, monkeypatch, capf
         names = {"workload": workload.name, "kernel": "some", "teraflops": 1.0}
         return [row | names | dict.fromkeys(("clock_mhz", "power_w", "compile_s"))]
 
-    monkeypatch.setattr(attention, "_missing_gpu", lambda: None)
+    monkeypatch.setattr(attention, "missing_gpu", lambda: None)
     monkeypatch.setattr(attention, "available_peers", lambda: ({}, {}))
     monkeypatch.setattr(attention, "measure", measure)
     assert _cli.main(["bench", "attention", "--output", str(tmp_path / "out")]) == 0

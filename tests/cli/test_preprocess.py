@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from vc_jax.benchmarks import _preprocess_stages, _preprocess_steps, _profile, preprocess
+from vc_jax.benchmarks import _preprocess_stages, _preprocess_steps, _profile, _programs, preprocess
 from vc_jax.benchmarks._amdahl import OfKinds
-from vc_jax.benchmarks._denoising import compile_jobs
+from vc_jax.benchmarks._programs import compile_jobs
 from vc_jax.benchmarks._timing import Measurement
 from vc_jax.benchmarks._workloads import WORKLOADS, Workload
 from vc_jax.pallas_kernels import _counting_sort, _nearest, clustering, preparation
@@ -37,10 +37,10 @@ def any_device(monkeypatch):
 
         monkeypatch.setattr(module, "launch", launch)
 
-    def kernel(query_codes, *arrays, softmax):
+    def kernel(query_codes, *arrays, softmax, config):
         return jnp.swapaxes(query_codes, 1, 2).astype(jnp.bfloat16), None
 
-    monkeypatch.setattr(_preprocess_steps.hopper, "attention", kernel)
+    monkeypatch.setattr(_programs.hopper, "attention", kernel)
     # Most of the time is the compiler's.
     monkeypatch.setattr(_preprocess_stages, "FLASH_KMEANS_CLUSTERS", ())
     monkeypatch.setattr(_preprocess_stages, "FLASH_KMEANS_STEPS", 1)
