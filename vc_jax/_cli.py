@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
-from ._command_line import Parser, complain, once, path
+from ._command_line import Parser, complain, once, pair, path
 
 BENCHMARKS = ("attention", "preprocess", "end-to-end", "fidelity")
 _PRESETS = ("bf16", "int8", "fp8", "nvfp4")
@@ -116,14 +116,8 @@ def _add_bench(commands) -> None:
 
 
 def _size(text: str) -> tuple[int, int]:
-    """`"88x160"` to (88, 160)."""
-    try:
-        height, width = (int(part) for part in text.lower().replace("×", "x").split("x"))
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"must be HEIGHTxWIDTH, for example 88x160, got {text!r}"
-        ) from None
-    return height, width
+    """Height and width."""
+    return pair(text, "HEIGHTxWIDTH", "88x160")
 
 
 def _run_sample(arguments: argparse.Namespace) -> int:

@@ -63,6 +63,17 @@ def positive[Number: (int, float)](kind: Callable[[str], Number]) -> Callable[[s
     return convert
 
 
+def pair(text: str, what: str, example: str) -> tuple[int, int]:
+    """Two integers with an x between them: `"88x160"` to (88, 160)."""
+    try:
+        first, second = (int(part) for part in text.lower().replace("×", "x").split("x"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be {what}, for example {example}, got {text!r}"
+        ) from None
+    return first, second
+
+
 def share(text: str) -> float:
     """A number from 0 to 1."""
     try:
