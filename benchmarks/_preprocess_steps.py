@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ._amdahl import OfKinds, of_kinds
-from ._preprocess_stages import Inputs, bytes_of, clustered_inputs
+from ._preprocess_stages import Inputs, Stage, bytes_of, clustered_inputs
 from ._profile import profile
 from ._programs import (
     KINDS,
@@ -24,7 +24,7 @@ from ._programs import (
     fresh_state,
     step_job,
 )
-from ._timing import Candidate, Measurement, sustained
+from ._timing import Candidate, Measurement, Pace, sustained
 from ._workloads import Workload
 
 PEER = "FlashAttention-3 BF16"
@@ -33,33 +33,15 @@ _COMPARED = ("window", "after")
 _KERNELS = tuple(f"{part}, {m}" for part in ("prepare", "kernel") for m in ("means", "no means"))
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """How long to measure.
-
-    Attributes:
-      presets: low-bit presets.
-      seconds: of each candidate a round.
-      peer_seconds: of those that are compared with the peer.
-      rounds: at most.
-      deadline: of `time.perf_counter()`; no round but the first begins that would end after it.
-    """
-
-    presets: Sequence[str]
-    seconds: float
-    peer_seconds: float
-    rounds: int
-    deadline: float
-
-    def time(self, candidates: Mapping[str, Candidate], seconds: float) -> dict[str, Measurement]:
-        """In turns, after a second run of each has told how often it runs in a round."""
-        return sustained(
-            candidates,
-            seconds=seconds,
-            rounds=self.rounds,
-            estimates={name: _second_run(candidate) for name, candidate in candidates.items()},
-            deadline=self.deadline,
-        )
+def _in_turns(candidates: Mapping[str, Candidate], pace: Pace) -> dict[str, Measurement]:
+    """Times, after a second run of each has told how often it runs in a round."""
+    return sustained(
+        candidates,
+        seconds=pace.seconds,
+        rounds=pace.rounds,
+        estimates={name: _second_run(candidate) for name, candidate in candidates.items()},
+        deadline=pace.deadline,
+    )
 
 
 def _second_run(candidate: Candidate) -> float:
@@ -89,7 +71,7 @@ def jobs(
 
 def compile_workloads(
     workloads: Mapping[str, Workload],
-    settings: Settings,
+    presets: Sequence[str],
     peers: Mapping[str, Callable[..., Any]],
     stateless: Collection[str],
 ) -> dict[str, dict[str, Program]]:
@@ -97,7 +79,7 @@ def compile_workloads(
     wanted = {
         (name, key): job
         for name, workload in workloads.items()
-        for key, job in jobs(workload, settings.presets, peers.get(name), name in stateless).items()
+        for key, job in jobs(workload, presets, peers.get(name), name in stateless).items()
     }
     compiled, _ = compile_jobs(wanted)
     programs: dict[str, dict[str, Program]] = {name: {} for name in workloads}
@@ -106,23 +88,27 @@ def compile_workloads(
     return programs
 
 
-def measure_steps(
-    workload: Workload, programs: Mapping[str, Program], settings: Settings
+def measure_attention_steps(
+    workload: Workload,
+    programs: Mapping[str, Program],
+    presets: Sequence[str],
+    pace: Pace,
+    peer_seconds: float,
 ) -> list[dict[str, Any]]:
     """A row for each preset: times of kinds of steps and of the kernel, overhead, memory.
 
-    What is compared with the peer runs longer, in turns with it.
+    What is compared with the peer runs `peer_seconds` a round, in turns with it.
     """
     inputs = clustered_inputs(workload)
     presets = [
         preset
-        for preset in settings.presets
+        for preset in presets
         if all(f"{preset} {part}" in programs for part in ("step", *_KERNELS))
     ]
     candidates: dict[str, Candidate] = {}
     for preset in presets:
         candidates |= _candidates_of(preset, programs, inputs, fresh_state(workload, preset))
-    measured = settings.time(candidates, settings.seconds)
+    measured = _in_turns(candidates, pace)
     with_peer: dict[str, Measurement] = {}
     if PEER in programs:
         compared = {PEER: Candidate(functools.partial(programs[PEER].call, *inputs))}
@@ -131,7 +117,7 @@ def measure_steps(
             for preset in presets
             for kind in _COMPARED
         }
-        with_peer = settings.time(compared, settings.peer_seconds)
+        with_peer = _in_turns(compared, dataclasses.replace(pace, seconds=peer_seconds))
     sizes = bytes_of(inputs)
     return [_row(workload, preset, programs, measured, with_peer, sizes) for preset in presets]
 
@@ -231,7 +217,7 @@ def _over_peer(preset: str, steps: OfKinds, measured: Mapping[str, Measurement])
     }
 
 
-def measure_stages(stages, settings: Settings) -> list[dict[str, Any]]:
+def measure_stages(stages: Sequence[Stage], pace: Pace) -> list[dict[str, Any]]:
     """A row for each stage: its time, its bytes, and these over the bandwidth of a copy.
 
     The first stage is the copy.
@@ -244,7 +230,7 @@ def measure_stages(stages, settings: Settings) -> list[dict[str, Any]]:
         for i, stage in enumerate(stages)
         if i in compiled
     }
-    measured = settings.time(candidates, settings.seconds)
+    measured = _in_turns(candidates, pace)
     copy = stages[0].bytes / (1e-3 * measured[stages[0].name].median_ms)
     return [
         {

@@ -36,6 +36,21 @@ class Candidate:
 
 
 @dataclasses.dataclass(frozen=True)
+class Pace:
+    """How long to measure.
+
+    Attributes:
+      seconds: of each candidate a round, or one execution where that is longer.
+      rounds: at most.
+      deadline: of `time.perf_counter()`; no round but the first begins that would end after it.
+    """
+
+    seconds: float
+    rounds: int
+    deadline: float = math.inf
+
+
+@dataclasses.dataclass(frozen=True)
 class Measurement:
     """Rounds of one candidate.
 

@@ -216,7 +216,11 @@ def parser() -> argparse.ArgumentParser:
     parse = parser_of("attention", __doc__)
     add = parse.add_argument
     add("--presets", nargs="+", choices=("fp8", "int8"), default=["fp8", "int8"])
-    add("--seconds", type=positive(float), help="of each kernel a round (default: 2, a call 0.6)")
+    add(
+        "--seconds",
+        type=positive(float),
+        help="of each kernel a round (default: 2), or of each whole call (0.6)",
+    )
     add("--rounds", type=positive(int), default=3)
     kernels = parse.add_argument_group("bare kernels")
     kernels.add_argument(

@@ -25,12 +25,12 @@ from ._programs import KINDS, SCHEDULE, Job, Program, abstract_inputs, compile_j
 from ._results import announce_figure, environment
 from ._step_measures import (
     Peer,
-    Settings,
     choose_peer,
     measure_attention,
-    measure_steps,
+    measure_denoising_steps,
     summaries,
 )
+from ._timing import Pace
 from ._video_models import VIDEO_MODELS, VideoModel
 
 PEERS = ("FlashAttention-3 BF16", "cuDNN BF16")
@@ -214,15 +214,13 @@ def measure_model(
         if all(f"{preset} {part}" in programs for part in LOW_BIT_PROGRAMS)
     ]
     now = time.perf_counter()
-    settings = Settings(
-        tuple(presets), arguments.seconds, arguments.rounds, now + _STEPS_SHARE * seconds
-    )
-    steps = measure_steps(model, programs, settings, clock.log)
+    pace = Pace(arguments.seconds, arguments.rounds, now + _STEPS_SHARE * seconds)
+    steps = measure_denoising_steps(model, programs, presets, pace, clock.log)
     for row in steps:
         error = f"error {100 * row['relative_l2']:.3f} %, finite: {row['finite']}"
         clock.log(f"{row['name']}: {row['milliseconds']:,.0f} ms, {error}")
-    settings = dataclasses.replace(settings, deadline=now + seconds)
-    attention = measure_attention(model, programs, peer, settings)
+    pace = dataclasses.replace(pace, deadline=now + seconds)
+    attention = measure_attention(model, programs, peer, presets, pace)
     clock.log("attention measured")
     memory = jax.devices()[0].memory_stats() or {}
     return {

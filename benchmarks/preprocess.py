@@ -19,15 +19,15 @@ from ._peers import available_peers
 from ._preprocess_stages import check_codes, check_energy, clustered_inputs, stages
 from ._preprocess_steps import (
     PEER,
-    Settings,
     compile_workloads,
     deadline_after,
+    measure_attention_steps,
     measure_stages,
-    measure_steps,
     profile_calls,
 )
 from ._programs import KINDS, SCHEDULE
 from ._results import environment, markdown_table, write_results
+from ._timing import Pace
 from ._workloads import WORKLOADS
 
 DEFAULT_WORKLOADS = ("wan-720p",)
@@ -102,13 +102,11 @@ def run(arguments: argparse.Namespace, about: dict[str, Any], peer: Any) -> int:
     report: dict[str, Any] = {"environment": about}
     report["stages"] = {name: _stages_of(name, arguments, deadline) for name in arguments.workloads}
     names = once(arguments.schedules)
-    settings = Settings(
-        arguments.presets, arguments.call_seconds, arguments.seconds, arguments.rounds, deadline
-    )
+    pace = Pace(arguments.call_seconds, arguments.rounds, deadline)
     start = time.perf_counter()
     programs = compile_workloads(
         {name: WORKLOADS[name] for name in names},
-        settings,
+        arguments.presets,
         {names[0]: peer} if peer is not None and names else {},
         stateless=names[:1],
     )
@@ -117,7 +115,9 @@ def run(arguments: argparse.Namespace, about: dict[str, Any], peer: Any) -> int:
     report["profile"] = []
     for name in names:
         own = programs.pop(name)
-        rows = measure_steps(WORKLOADS[name], own, settings)
+        rows = measure_attention_steps(
+            WORKLOADS[name], own, arguments.presets, pace, arguments.seconds
+        )
         report["steps"] += rows
         print(_steps_table(rows), flush=True)
         if name == names[0]:
@@ -132,11 +132,10 @@ def run(arguments: argparse.Namespace, about: dict[str, Any], peer: Any) -> int:
 
 def _stages_of(name: str, arguments: argparse.Namespace, deadline: float) -> dict[str, Any]:
     workload = WORKLOADS[name]
-    seconds = arguments.stage_seconds
-    settings = Settings(arguments.presets, seconds, seconds, arguments.rounds, deadline)
+    pace = Pace(arguments.stage_seconds, arguments.rounds, deadline)
     inputs = clustered_inputs(workload)
     found = {
-        "rows": measure_stages(stages(workload, inputs, arguments.presets), settings),
+        "rows": measure_stages(stages(workload, inputs, arguments.presets), pace),
         "codes": [check_codes(workload, preset) for preset in arguments.presets],
         "energy": check_energy(workload, inputs.value),
     }
