@@ -5,7 +5,6 @@ import pathlib
 import subprocess
 import sys
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,6 +21,7 @@ from vc_jax.benchmarks import (
 from vc_jax.benchmarks._fidelity_measures import METHODS, Head
 from vc_jax.benchmarks._workloads import WORKLOADS, Workload
 
+from .stand_ins import kernel, plain
 from .test_mistakes import run
 
 
@@ -203,12 +203,6 @@ def test_fidelity_leaves_out_only_the_figure(files, drawn, monkeypatch, capfd):
 
 def test_attention_leaves_out_only_the_figure(tmp_path, drawn, monkeypatch, capfd):
     """With stand-ins for what needs a GPU: the kernel, the peers and the card's own limit."""
-
-    def kernel(query_codes, *arrays, softmax, config):
-        return jnp.swapaxes(query_codes, 1, 2).astype(jnp.bfloat16), None
-
-    def plain(query, key, value):
-        return jax.nn.dot_product_attention(query, key, value, implementation="xla")
 
     def refuses(query, key, value):
         raise ValueError("not this shape")

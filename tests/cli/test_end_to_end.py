@@ -20,6 +20,8 @@ from vc_jax.models.longcat_video import LongCatVideo, LongCatVideoConfig
 from vc_jax.models.minimax_h3 import MiniMaxH3, MiniMaxH3Config
 from vc_jax.models.wan import Wan, WanConfig
 
+from .stand_ins import kernel, plain
+
 TEXT = {"text": (1, 8, 16)}
 TINY = {
     entry.name: entry
@@ -94,18 +96,9 @@ TINY = {
 }
 
 
-def plain(query, key, value):
-    return jax.nn.dot_product_attention(query, key, value, implementation="xla")
-
-
 @pytest.fixture
 def any_device(monkeypatch):
     """The kernel's place is taken by the first of its inputs, in the right layout."""
-
-    def kernel(query_codes, *arrays, softmax, config):
-        assert softmax in ("expcast", "expcast_running", "exp")
-        return jnp.swapaxes(query_codes, 1, 2).astype(jnp.bfloat16), None
-
     monkeypatch.setattr(_programs.hopper, "attention", kernel)
 
 

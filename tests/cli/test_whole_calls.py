@@ -16,12 +16,10 @@ from vc_jax.benchmarks._whole_call_report import ratio_table, write_whole_calls
 from vc_jax.benchmarks._whole_calls import DISPATCH, SCAN
 from vc_jax.benchmarks._workloads import Workload, exact_rows, random_inputs, relative_error
 
+from .stand_ins import plain
+
 TINY = Workload("tiny", 140, 1, head_dim=32)
 FAST = {"xla_backend_optimization_level": 0}
-
-
-def plain(query, key, value):
-    return jax.nn.dot_product_attention(query, key, value, implementation="xla")
 
 
 @pytest.fixture(scope="module")
