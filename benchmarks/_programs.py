@@ -125,25 +125,18 @@ def prepare_job(workload: Workload, preset: str, *, smooth: bool, ordered: bool 
 
 
 def kernel_job(
-    prepare: Job,
-    *,
-    smooth: bool,
-    softmax: str = "expcast",
-    config: hopper.Config | None = None,
+    prepare: Job, *, softmax: str = "expcast", config: hopper.Config | None = None
 ) -> Job:
     """The bare kernel on what a job prepares: `Prepared8 -> out`.
 
     Args:
-      prepare: gives the inputs.
-      smooth: add the block means of the inputs, as `prepare` has taken them out.
+      prepare: gives the inputs; what it smooths has block means, which the kernel adds.
       softmax: how scores become probabilities.
       config: of the kernel; `None` takes the one for the shape.
     """
 
     def kernel(prepared):
-        means = prepared.block_means if smooth else None
-        arrays: Any = (*prepared[:6], means, prepared.kv_count)
-        return hopper.attention(*arrays, softmax=softmax, config=config)[0]
+        return hopper.attention(prepared, softmax=softmax, config=config)[0]
 
     return Job(kernel, (jax.eval_shape(prepare.function, *prepare.arguments),))
 
@@ -155,7 +148,7 @@ def bare_kernel_jobs(workload: Workload, preset: str, *, ordered: bool = False) 
         prepare = prepare_job(workload, preset, smooth=smooth, ordered=ordered)
         softmax = vc_jax.PRESETS[preset].softmax
         jobs[f"prepare, {means}"] = prepare
-        jobs[f"kernel, {means}"] = kernel_job(prepare, smooth=smooth, softmax=softmax)
+        jobs[f"kernel, {means}"] = kernel_job(prepare, softmax=softmax)
     return jobs
 
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ..models import hunyuan_video15, longcat_video, minimax_h3, minimax_packing, wan
-from ..models.base import VideoTransformer
+from ..models import hunyuan_video15, longcat_video, minimax_h3, wan
+from ..models.common.base import VideoTransformer
 from ._workloads import Workload
 
 Shapes = dict[str, tuple[int, ...]]
@@ -59,13 +59,13 @@ class VideoModel:
         )
         return nnx.split(model)
 
-    def layout(self) -> minimax_packing.PackedLayout | None:
+    def layout(self) -> minimax_h3.PackedLayout | None:
         """Where the rows of a packed sequence stand."""
         if self.grid is None:
             return None
         assert isinstance(self.latents, dict)
         channels = 2
-        layout = minimax_packing.packed_layout(
+        layout = minimax_h3.packed_layout(
             np.ones(self.text_rows, np.int32),
             self.grid,
             self.latents["audio"][1] // channels,

@@ -107,7 +107,7 @@ def compiled_calls(
     }
     for label, preset, means, config, softmax in variants:
         prepare = prepares[preset, means]
-        jobs[label] = kernel_job(prepare, smooth=means, softmax=softmax, config=config)
+        jobs[label] = kernel_job(prepare, softmax=softmax, config=config)
     programs, _ = compile_jobs(jobs, workers=1)
     preparations, _ = compile_jobs(prepares)
     prepared = {key: program.call(*inputs) for key, program in preparations.items()}

@@ -1,24 +1,32 @@
-"""Video DiTs in Flax NNX: the small shipped one, its weights, its sampler and its training."""
+"""Video DiTs in Flax NNX: ports of released ones, a folder each, and a small one that ships.
 
-from .sampler import sample, sample_given, time_grid
+`vc_jax.models.VideoDiT` and what goes with it is the small one; `vc_jax.models.wan.Wan` and the
+other ports are sampled with `vc_jax.models.sampling.sample`.
+"""
+
 from .video_dit import (
+    SHIPPED_WEIGHTS,
     AttentionInputs,
     VideoDiT,
     VideoDiTConfig,
+    continue_clip,
     create_video_dit,
     default_attention,
+    load_video_dit,
+    sample_given,
+    save_weights,
+    time_grid,
 )
-from .weights import SHIPPED_WEIGHTS, load_video_dit, save_weights
 
 __all__ = [
     "SHIPPED_WEIGHTS",
     "AttentionInputs",
     "VideoDiT",
     "VideoDiTConfig",
+    "continue_clip",
     "create_video_dit",
     "default_attention",
     "load_video_dit",
-    "sample",
     "sample_given",
     "save_weights",
     "time_grid",

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .checks import check_index
+from .common.checks import check_index
 
 AttentionLike = Any
 """A preset's name, a `vc_jax.AttentionConfig` or a callable like `dot_product_attention`."""
@@ -75,7 +75,7 @@ def uses_state(attention: AttentionLike) -> bool:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["state", "step", "high_precision_layers", "high_precision_steps"],
+    data_fields=["state", "step", "high_precision_layers", "bf16_steps_mask"],
     meta_fields=["schedule"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -86,16 +86,16 @@ class AttentionControl:
       state: V-Smooth state with a leading layer axis (`model.init_attention_state`), or None for
         stateless calls. With a state, a model returns `(output, new_state)`.
       step: number of the denoising step, 0 first, an int or a traced int32; needed with `state`
-        or `high_precision_steps`.
+        or `bf16_steps_mask`.
       high_precision_layers: bool [layers], True where a layer runs as `"bf16"`. May be traced.
-      high_precision_steps: bool [steps], True where a step runs as `"bf16"`. May be traced.
+      bf16_steps_mask: bool [steps], True where a step runs as `"bf16"`. May be traced.
       schedule: `vc_jax.DenoisingSchedule`, static; needed with `state`.
     """
 
     state: Any = None
     step: Int[Array, ""] | int | None = None
     high_precision_layers: Bool[Array, "layers"] | None = None
-    high_precision_steps: Bool[Array, "steps"] | None = None
+    bf16_steps_mask: Bool[Array, "steps"] | None = None
     schedule: Any = None
 
     def per_layer(self, num_layers: int) -> tuple[Any, Bool[Array, "layers"] | None]:
@@ -117,14 +117,14 @@ class AttentionControl:
                 raise ValueError(
                     f"control.high_precision_layers: expected [{num_layers}], got {flags.shape}"
                 )
-        if self.high_precision_steps is not None:
+        if self.bf16_steps_mask is not None:
             if self.step is None:
-                raise ValueError("control.high_precision_steps needs control.step")
-            by_step = jnp.asarray(self.high_precision_steps, bool)
+                raise ValueError("control.bf16_steps_mask needs control.step")
+            by_step = jnp.asarray(self.bf16_steps_mask, bool)
             count = by_step.size if self.schedule is None else self.schedule.num_steps
             if by_step.shape != (count,):
                 raise ValueError(
-                    f"control.high_precision_steps: expected [{count}], got {by_step.shape}"
+                    f"control.bf16_steps_mask: expected [{count}], got {by_step.shape}"
                 )
             now = by_step[self.step]
             flags = jnp.zeros((num_layers,), bool) if flags is None else flags
@@ -135,7 +135,7 @@ class AttentionControl:
         """How many steps there are, as far as the fields say."""
         if self.schedule is not None:
             return self.schedule.num_steps
-        steps = self.high_precision_steps
+        steps = self.bf16_steps_mask
         return None if steps is None else jnp.size(steps)
 
 

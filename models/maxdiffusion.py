@@ -20,7 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array
 
 from .attention import AttentionLike, attention_function, check_attention
-from .checks import check_index, check_shape
+from .common.checks import check_index, check_shape
 
 Kernel = Callable[[Array, Array, Array, dict[str, Any]], Array]
 

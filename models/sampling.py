@@ -17,8 +17,8 @@ from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from .attention import AttentionControl, uses_state
-from .base import VideoTransformer
-from .schedulers import Sampling
+from .common.base import VideoTransformer
+from .common.schedulers import Sampling
 
 Latents = Any
 """An array [B, C, T, H, W], or a dict of arrays (MiniMax-H3: `video` and `audio` rows)."""
@@ -34,7 +34,7 @@ def sample(
     low_noise_model: VideoTransformer | None = None,
     schedule: Any = None,
     high_precision_layers: ArrayLike | None = None,
-    high_precision_steps: ArrayLike | None = None,
+    bf16_steps_mask: ArrayLike | None = None,
     progress: bool = True,
 ) -> Latents:
     """Runs a model from noise to latents.
@@ -50,7 +50,7 @@ def sample(
         The V-Smooth state is reset when it takes over.
       schedule: `vc_jax.DenoisingSchedule` of a low-bit attention; default one for the steps.
       high_precision_layers: bool [layers], True where a layer's attention runs as `"bf16"`.
-      high_precision_steps: bool [steps], likewise.
+      bf16_steps_mask: bool [steps], likewise.
       progress: a bar on stderr.
 
     Returns:
@@ -72,10 +72,9 @@ def sample(
         schedule = vc_jax.DenoisingSchedule(sampling.num_steps)
     if schedule is not None and schedule.num_steps != sampling.num_steps:
         raise ValueError(f"schedule: has {schedule.num_steps} steps, sampling {sampling.num_steps}")
-    if high_precision_steps is not None and np.shape(high_precision_steps) != (sampling.num_steps,):
+    if bf16_steps_mask is not None and np.shape(bf16_steps_mask) != (sampling.num_steps,):
         raise ValueError(
-            f"high_precision_steps: expected [{sampling.num_steps}], "
-            f"got {np.shape(high_precision_steps)}"
+            f"bf16_steps_mask: expected [{sampling.num_steps}], got {np.shape(bf16_steps_mask)}"
         )
     graphs, parameters = [], []
     for expert in (model, low_noise_model) if low_noise_model is not None else (model,):
@@ -93,7 +92,7 @@ def sample(
         latents,
         conditioning,
         negative,
-        (high_precision_layers, high_precision_steps),
+        (high_precision_layers, bf16_steps_mask),
     )
     if progress:
         jax.block_until_ready(result)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax.experimental.pallas.triton as plt
 import jax.numpy as jnp
 
-from ._layout import BLOCK, STEP
+from .layout import BLOCK, STEP
 
 
 class Tokens(NamedTuple):

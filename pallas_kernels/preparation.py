@@ -2,7 +2,7 @@
 
 Kernels for any NVIDIA GPU with FP8 conversions (compute capability 8.9 and up), written for
 Pallas's Triton backend: they wait for memory, and this backend reads rows through an index. They
-produce the arrays of the prepared layout (`vc_jax.Prepared8`). Memory traffic in passes over an
+produce the arrays of the prepared layout (`layout.Prepared8`). Memory traffic in passes over an
 array of tokens: queries one read, keys one read (and one for their mean), values two.
 
 Each program looks at one head and 128 rows or a step of 256 keys. The rotation is a product with
@@ -21,7 +21,6 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float8e4m3fn, Int, Shaped
 
 from ._launch import launch, rows_of
-from ._layout import BLOCK, COUNT_ROWS, E4M3, STEP
 from ._numbers import (
     as_float,
     group_scale,
@@ -35,12 +34,10 @@ from ._numbers import (
 )
 from ._rotation import hadamard_signs, rotated, signs_dtype
 from ._slots import codes_of, tokens_of_block
+from .layout import BLOCK, COUNT_ROWS, E4M3, E4M3_NORM, LARGEST_UNIT, STEP
 
 HEAD_DIMS = (64, 128)
 TOKEN_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-_E4M3_NORM = 240.0
-"""L2 norm of a token's codes before rounding; rounding adds at most 1/16: 255² < 65 504."""
-_LARGEST_UNIT = 0.25
 _CHUNK = 16
 """Tiles of 128 tokens that one program of the statistics looks at."""
 
@@ -157,8 +154,8 @@ def _query_codes(rows, factor, code_dtype):
         return int8_codes(rows * (factor / scale)[:, None]), scale
     length = norm(rows) * factor
     # Codes of queries with next to no effect shrink instead of leaving float16.
-    scale = jnp.maximum(length * (1 / _E4M3_NORM), 2.0**-13)
-    scale = jnp.where(length <= 0, _LARGEST_UNIT, jnp.where(length == length, scale, length))
+    scale = jnp.maximum(length * (1 / E4M3_NORM), 2.0**-13)
+    scale = jnp.where(length <= 0, LARGEST_UNIT, jnp.where(length == length, scale, length))
     scale = round_up_11_bits(scale)
     return (rows * (factor / scale)[:, None]).astype(E4M3), scale
 
@@ -227,7 +224,7 @@ def _key_body(key_ref, count_ref, *refs, ordered: bool, centred: bool, rotate: b
             scale = group_scale(amax, 127.0)
         else:
             amax = largest_magnitude(norm(rows), 0)
-            scale = power_of_two_at_least(group_scale(amax, _E4M3_NORM))
+            scale = power_of_two_at_least(group_scale(amax, E4M3_NORM))
         live = step * STEP < count
         scale = jnp.where(live & (amax != 0), scale, 0.0)
         # A second block without a valid key holds codes of the step's first key.

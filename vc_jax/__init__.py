@@ -8,8 +8,9 @@ from ._attention import Explanation, dot_product_attention, explain
 from ._compare import Comparison, compare
 from ._config import PRESETS, AttentionConfig, default_clusters, default_lloyd_stride
 from ._expcast import decode_codes, exp_then_cast, expcast
+from ._order import AttentionState, init_state, reset
 from ._plain import plain_attention
-from ._prepare import GROUP_ORDER, Prepared4, Prepared8, Restored, prepare, restore
+from ._prepare import Prepared4, Restored, prepare, restore
 from ._quantize import (
     Nvfp4,
     Quantized,
@@ -24,7 +25,7 @@ from ._quantize import (
 )
 from ._reference import reference_attention
 from ._schedule import DenoisingSchedule
-from ._state import AttentionState, attention_step, init_state, reset
+from ._state import attention_step
 from ._vsmooth import (
     Clusters,
     block_means,
@@ -33,6 +34,7 @@ from ._vsmooth import (
     mean_energy,
     similar_clusters_together,
 )
+from .pallas_kernels.layout import GROUP_ORDER, Prepared8
 
 __version__ = "0.1.0"
 

@@ -10,6 +10,8 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool
 
+from ._config import AttentionConfig, resolve_config
+from ._quantize import NVFP4_GROUP
 from ._tracing import concrete, is_concrete
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -53,7 +55,53 @@ class Inputs:
     validity: Validity
 
 
-def refuse_unsupported(**arguments) -> None:
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A checked call: its arrays and its numerics."""
+
+    inputs: Inputs
+    config: AttentionConfig
+
+
+def bind(
+    query,
+    key,
+    value,
+    bias=None,
+    mask=None,
+    *,
+    config,
+    scale=None,
+    is_causal=False,
+    query_seq_lengths=None,
+    key_value_seq_lengths=None,
+    local_window_size=None,
+) -> Call:
+    """The arguments of `dot_product_attention`, checked and brought to one form.
+
+    Raises:
+      NotImplementedError, TypeError, ValueError: naming the argument and what was expected.
+    """
+    _refuse_unsupported(bias=bias, is_causal=is_causal, local_window_size=local_window_size)
+    config = resolve_config(config)
+    inputs = check_arguments(
+        query,
+        key,
+        value,
+        mask=mask,
+        scale=scale,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+    )
+    head_dim = inputs.query.shape[-1]
+    if config.qk == "nvfp4" and head_dim % NVFP4_GROUP:
+        raise ValueError(
+            f"query must have a head dim that is a multiple of 16 for NVFP4, got {head_dim}"
+        )
+    return Call(inputs, config)
+
+
+def _refuse_unsupported(**arguments) -> None:
     """Raise for arguments of `jax.nn.dot_product_attention` that cannot be honoured.
 
     Raises:

@@ -5,14 +5,11 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from .pallas_kernels.layout import BLOCK
+
 QkFormat = Literal["none", "int8", "e4m3", "nvfp4"]
 PvFormat = Literal["none", "e4m3", "nvfp4"]
 Softmax = Literal["expcast", "expcast_running", "exp"]
-
-BLOCK = 128
-"""Keys per block: the granularity of key scales and value means."""
-STEP = 256
-"""Keys per step of the softmax: the granularity of row maxima and FP32 promotion."""
 
 
 def check_integer(name: str, number: Any, low: int) -> int:

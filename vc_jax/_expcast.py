@@ -15,16 +15,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float8e4m3fn, UInt8
 
+from .pallas_kernels.layout import PROBABILITY_SCALE, TOP
+
 CODES_PER_NAT = 8.0 * math.log2(math.e)
-BETA = -0.35
-"""The paper's shift of the map, in codes: it balances the error of the chord over an octave."""
-TOP = 8.0 * 8 + 56 + BETA
-"""The map's value at the row maximum, 119.65; it rounds to code 120, which is 256."""
 MAX_CODE = 120
 NAN_CODE = 127
 F16_MAX = 65504.0
-PROBABILITY_SCALE = 256.0
-"""What a probability of 1 is stored as."""
 TOTAL_VARIATION_BOUND = (1 - math.sqrt(0.9290 / 1.0746)) / (1 + math.sqrt(0.9290 / 1.0746))
 """Largest total variation of a row without underflow: with r in [a, b], (√b-√a)/(√b+√a)."""
 

@@ -15,8 +15,24 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ._config import AttentionConfig
 from ._expcast import CODES_PER_NAT
-from ._prepare import Prepared8, largest_query_scale, scaled_means, value_scale_of
+from ._prepare import largest_query_scale, scaled_means, value_scale_of
 from ._quantize import E4M3, largest_magnitude
+from .pallas_kernels.layout import Prepared8
+
+
+def preparation_unsupported(*tokens: Array) -> str | None:
+    """Why fused kernels cannot prepare these queries, keys and values, or `None`."""
+    from .pallas_kernels import preparation  # Pallas takes a while to import.
+
+    return preparation.unsupported(tokens[0].shape[-1], *tokens)
+
+
+def clustering_unsupported(key: Array, clusters: int) -> str | None:
+    """Why fused kernels cannot cluster values with the shape of these keys, or `None`."""
+    from .pallas_kernels import clustering
+
+    batch, length, heads, _ = key.shape
+    return clustering.unsupported(batch, length, heads, clusters)
 
 
 def key_mean_fused(
@@ -87,7 +103,6 @@ def prepare_fused(
             value, key_valid, maximum=True, interpret=interpret
         )
     value_scale = value_scale_of(largest, means)
-    no_means = jnp.zeros((*key_scale.shape, size), jnp.bfloat16)
     value_codes = preparation.quantize_values(
         value, count, order, means, value_scale, interpret=interpret
     )
@@ -98,7 +113,7 @@ def prepare_fused(
         key_scale,
         value_codes,
         value_scale,
-        no_means if means is None else scaled_means(means, value_scale),
+        None if means is None else scaled_means(means, value_scale),
         count,
         excess,
     )

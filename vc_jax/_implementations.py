@@ -1,28 +1,25 @@
-"""The implementations of the attention, fastest first, and what each one supports.
+"""The implementations of the attention, fastest first: what each one supports, and how it runs.
 
-An implementation says in one sentence why it cannot take a call (`unsupported`), or takes it. The
-numerics are the configuration's; an implementation only changes the speed.
+An implementation says in one sentence why it cannot take a call (`unsupported`). If it takes it, it
+runs on prepared inputs (quantised configurations) or on the inputs themselves (`"bf16"`); what
+comes before and after is `_dispatch`'s. The numerics are the configuration's; an implementation
+only changes the speed.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array
+from numpy.typing import DTypeLike
 
 from ._arguments import Inputs
-from ._config import AttentionConfig, default_clusters, default_lloyd_stride
-from ._fused import cluster_order_fused, key_mean_fused, prepare_fused
+from ._config import AttentionConfig
 from ._plain import plain_attention
-from ._prepare import Prepared, Prepared8, prepare
-from ._quantize import mean_key
+from ._prepare import Prepared
 from ._reference import reference_attention
-from ._vsmooth import cluster_order, kmeans, similar_clusters_together
-
-NAMES = ("hopper", "blackwell", "mma", "cudnn", "xla")
-"""Names that `implementation=` takes."""
+from .pallas_kernels.layout import Prepared8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +28,7 @@ class Static:
 
     Attributes:
       config: the numerics.
-      implementation: a name of `NAMES`.
+      implementation: a name of `IMPLEMENTATIONS`.
       smooth: whether V-Smooth is on in this call.
       residual: whether the normaliser is wanted.
     """
@@ -65,115 +62,60 @@ class Request:
 
 
 Result = tuple[Array, Array | None]
-Kernel = Callable[[Static, Prepared, Any], Result]
-"""Attention over prepared inputs, with the output's dtype."""
+"""The output [B, T, N, H] and the normaliser [B, T, N], `None` where nobody asks for it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-    """A name, a check (`None`: supported, else the reason) and a function."""
+    """One way to run a call.
 
-    name: str
+    Attributes:
+      unsupported: `None` if it takes a call, else the reason why not.
+      on_prepared: quantised attention; gets the output's dtype. The normaliser is that of the
+        scores as they are in the prepared inputs.
+      on_inputs: unquantised attention.
+      fused_preprocessing: whether fused GPU kernels cluster and prepare for it, where they support
+        the call; otherwise XLA does.
+    """
+
     unsupported: Callable[[Request], str | None]
-    run: Callable[[Static, Inputs, Int[Array, "b k s"] | None], Result]
+    on_prepared: Callable[[Static, Prepared, DTypeLike], Result] | None = None
+    on_inputs: Callable[[Static, Inputs], Result] | None = None
+    fused_preprocessing: bool = False
+
+    def reason_against(self, request: Request) -> str | None:
+        """Why this implementation cannot take a call, or `None`."""
+        if request.config.quantized and self.on_prepared is None:
+            return "computes unquantised attention only (config='bf16')"
+        if not request.config.quantized and self.on_inputs is None:
+            return "computes quantised attention only"
+        return self.unsupported(request)
 
 
-def fused(implementation: str, inputs: Inputs, clusters: int = 0) -> bool:
-    """Whether fused kernels cluster and prepare for an implementation; otherwise XLA does."""
-    if implementation != "hopper":
-        return False
-    from .pallas_kernels import clustering, preparation
-
-    batch, length, heads, _ = inputs.key.shape
-    if clusters and clustering.unsupported(batch, length, heads, clusters) is not None:
-        return False
-    tokens = (inputs.query, inputs.key, inputs.value)
-    return preparation.unsupported(inputs.key.shape[-1], *tokens) is None
-
-
-def key_order(
-    inputs: Inputs, config: AttentionConfig, implementation: str, centroids: Array | None = None
-) -> tuple[Int[Array, "b k s"], Array]:
-    """Cluster the values: the order of the keys and the centroids [B, K, k, H]."""
-    length, valid = inputs.value.shape[1], inputs.validity.key
-    clusters = config.clusters or default_clusters(length)
-    steps = config.lloyd_steps if centroids is None else config.warm_lloyd_steps
-    stride = config.lloyd_stride or default_lloyd_stride(length, clusters)
-    if fused(implementation, inputs, clusters):
-        return cluster_order_fused(
-            inputs.value, valid, clusters, steps, stride=stride, centroids=centroids
-        )
-    value = jax.lax.stop_gradient(jnp.swapaxes(inputs.value, 1, 2))
-    batch, heads = value.shape[:2]
-    if valid is not None:
-        valid = jnp.broadcast_to(valid[:, None], (batch, heads, length))
-    found = kmeans(value, clusters, steps=steps, stride=stride, valid=valid, centroids=centroids)
-    return cluster_order(found.labels, similar_clusters_together(found.centroids)), found.centroids
-
-
-def _prepared(
-    static: Static, inputs: Inputs, order: Array | None, count: Array | None
-) -> tuple[Prepared, Array | None]:
-    """The prepared inputs and the mean that was taken from the keys."""
-    valid, config = inputs.validity.key, static.config
-    arrays = (inputs.query, inputs.key, inputs.value, config)
-    common: dict[str, Any] = {
-        "scale": inputs.scale,
-        "order": order,
-        "kv_count": count,
-        "smooth": static.smooth,
-    }
-    if fused(static.implementation, inputs):
-        mean = key_mean_fused(inputs.key, valid, count) if config.center_keys else None
-        return prepare_fused(*arrays, key_valid=valid, mean=mean, **common), mean
-    mean = mean_key(inputs.key, valid) if config.center_keys else None
-    return prepare(*arrays, key_mean=mean, **common), mean
-
-
-def _quantized(static: Static, inputs: Inputs, order: Array | None, kernel: Kernel) -> Result:
-    """Prepare the inputs, run a kernel on them, and undo what centring did to the normaliser."""
-    valid = inputs.validity.key
-    count = None if valid is None else jnp.sum(valid, 1, dtype=jnp.int32)
-    prepared, mean = _prepared(static, inputs, order, count)
-    out, lse = kernel(static, prepared, inputs.query.dtype)
-    if lse is not None:
-        scores = lse
-        if isinstance(prepared, Prepared8):
-            scores = scores * jnp.swapaxes(prepared.score_excess, 1, 2)
-        if mean is not None:
-            scores = scores + mean_score(inputs, mean)
-        lse = jnp.where(jnp.isneginf(lse), lse, scores)
-    return out, lse
-
-
-def _reference_kernel(static: Static, prepared: Prepared, dtype) -> Result:
-    del dtype
+def _reference_kernel(static: Static, prepared: Prepared, dtype: DTypeLike) -> Result:
     out, lse = reference_attention(prepared, static.config)
-    return out, (lse if static.residual else None)
+    return out.astype(dtype), (lse if static.residual else None)
 
 
-def _hopper_kernel(static: Static, prepared: Prepared, dtype) -> Result:
+def _plain_kernel(static: Static, inputs: Inputs) -> Result:
+    query, key, value = inputs.query, inputs.key, inputs.value
+    return plain_attention(query, key, value, scale=inputs.scale, key_valid=inputs.validity.key)
+
+
+def _hopper_kernel(static: Static, prepared: Prepared, dtype: DTypeLike) -> Result:
     from .pallas_kernels import hopper  # Pallas takes a while to import; few calls need it.
 
     assert isinstance(prepared, Prepared8)
     return hopper.attention(
-        *prepared[:6],
-        prepared.block_means if static.smooth else None,
-        prepared.kv_count,
+        prepared,
         softmax=static.config.softmax,
         out_dtype=dtype,
         return_residual=static.residual,
     )
 
 
-def _run_hopper(static: Static, inputs: Inputs, order: Array | None) -> Result:
-    return _quantized(static, inputs, order, _hopper_kernel)
-
-
 def _hopper_unsupported(request: Request) -> str | None:
     config = request.config
-    if not config.quantized:
-        return "computes quantised attention only"
     if config.qk == "nvfp4":
         return "has 8-bit products only, no NVFP4"
     if request.platform != "gpu" or request.compute_capability is None:
@@ -189,27 +131,7 @@ def _hopper_unsupported(request: Request) -> str | None:
     )
 
 
-def mean_score(inputs: Inputs, mean: Array) -> Array:
-    """`scale · query · mean key` [B, T, N]: what centring took out of every score of a row."""
-    groups = inputs.query.shape[2] // mean.shape[1]
-    mean = jnp.repeat(mean, groups, 1)
-    return inputs.scale * jnp.einsum(
-        "btnh,bnh->btn",
-        inputs.query.astype(jnp.float32),
-        mean,
-        precision=jax.lax.Precision.HIGHEST,
-    )
-
-
-def _run_xla(static: Static, inputs: Inputs, order: Array | None) -> Result:
-    if static.config.quantized:
-        return _quantized(static, inputs, order, _reference_kernel)
-    query, key, value = inputs.query, inputs.key, inputs.value
-    return plain_attention(query, key, value, scale=inputs.scale, key_valid=inputs.validity.key)
-
-
-def _run_cudnn(static: Static, inputs: Inputs, order: Array | None) -> Result:
-    del static, order
+def _cudnn_kernel(static: Static, inputs: Inputs) -> Result:
     valid, dtype = inputs.validity.key, inputs.query.dtype
     key, value = inputs.key.astype(dtype), inputs.value.astype(dtype)
     query = (inputs.query.astype(jnp.float32) * inputs.scale).astype(dtype)
@@ -231,8 +153,6 @@ def _run_cudnn(static: Static, inputs: Inputs, order: Array | None) -> Result:
 
 
 def _cudnn_unsupported(request: Request) -> str | None:
-    if request.config.quantized:
-        return "computes unquantised attention only (config='bf16')"
     if request.platform != "gpu" or request.compute_capability is None:
         return f"needs an NVIDIA GPU, this is {request.platform}"
     if request.query.dtype == jnp.float32 or request.query.dtype != request.key.dtype:
@@ -248,23 +168,21 @@ def _cudnn_unsupported(request: Request) -> str | None:
     return None
 
 
-def _not_in_this_version(request: Request) -> str:
-    del request
-    return "no such kernel in this version"
-
-
-def _no_kernel(static: Static, inputs: Inputs, order: Array | None) -> Result:
-    raise NotImplementedError(f"{static.implementation}: no such kernel in this version")
-
-
 IMPLEMENTATIONS: dict[str, Implementation] = {
-    entry.name: entry
-    for entry in (
-        Implementation("hopper", _hopper_unsupported, _run_hopper),
-        Implementation("blackwell", _not_in_this_version, _no_kernel),
-        Implementation("mma", _not_in_this_version, _no_kernel),
-        Implementation("cudnn", _cudnn_unsupported, _run_cudnn),
-        Implementation("xla", lambda request: None, _run_xla),
-    )
+    "hopper": Implementation(
+        _hopper_unsupported, on_prepared=_hopper_kernel, fused_preprocessing=True
+    ),
+    "cudnn": Implementation(_cudnn_unsupported, on_inputs=_cudnn_kernel),
+    "xla": Implementation(
+        lambda request: None, on_prepared=_reference_kernel, on_inputs=_plain_kernel
+    ),
 }
-"""Every implementation by name, fastest first."""
+"""Every implementation by the name that `implementation=` takes, fastest first."""
+
+
+def check_implementation(name: str | None) -> None:
+    """Raise `ValueError` unless a name is that of an implementation, or `None`."""
+    if name is not None and name not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"implementation must be None or one of {tuple(IMPLEMENTATIONS)}, got {name!r}"
+        )

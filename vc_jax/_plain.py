@@ -15,8 +15,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from ._arguments import check_shapes
-from ._config import BLOCK
 from ._tracing import filled
+from .pallas_kernels.layout import BLOCK
 
 
 class _Rows(NamedTuple):

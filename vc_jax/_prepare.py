@@ -1,31 +1,7 @@
 """The prepared layout: quantised queries, keys and values as the kernels consume them.
 
-Lengths: B batch, T queries, S keys, N query heads, K key heads, H head dim, P stored keys (S
-rounded up to steps of 256), n = P / 128 blocks. Keys and values are in the order of the call
-(sorted by cluster or sequence order), valid ones first; query head `i` reads key head
-`i // (N / K)`.
-
-8-bit layout (`Prepared8`):
-
-* `score = query_scale[t] · key_scale[block] · (query_codes[t] · key_codes[s])` is the attention
-  score in *codes*, eighths of an octave: the softmax scale and 8·log2(e) are in `query_scale`.
-* INT8 queries and keys: scale `amax / 127` per token and per block. E4M3: codes of a token have an
-  L2 norm of at most 255, so no product of two leaves float16; `key_scale` is a power of two and
-  `query_scale` has 11 significant bits, so their product is exact in float16.
-* No product of a query's and a key's scale exceeds a quarter: scores stay within float16 (E4M3,
-  +-16 384 codes, 1 420 nats) and keep their resolution in float32 (INT8, 45 000 nats). Larger
-  logits are scaled down to that; keys that this brings closer are nearer to each other than the
-  number formats can tell apart there.
-* A slot without a valid key, in a step that has one, holds the codes of the first key of its
-  block, or of its step if its block has none: it can raise no maximum, so a kernel needs no mask.
-  Its value codes are zero. Codes and scales of steps without a valid key are zero.
-* `value_codes` are transposed and, inside each group of 16 tokens, in the order `GROUP_ORDER`:
-  stored token `p` is token `GROUP_ORDER[p]`. Four packed 8-bit probabilities of a Hopper score
-  fragment then are a fragment of the next product's left operand.
-* Eight more rows under the transposed values count: even ones hold 1 at valid keys of even blocks,
-  odd ones at valid keys of odd blocks, else 0. Their products with the probabilities are the row
-  sums of the two blocks of a step.
-* `value = value_scale · (codes + block_means[block])`, `value_scale` a power of two.
+The 8-bit layout is `pallas_kernels.layout`, which says what each array holds; `prepare` is its
+definition.
 
 4-bit layout (`Prepared4`): NVFP4 along channels for queries and keys, along tokens for values; the
 means are not scaled. Kernels that need another packing say so themselves.
@@ -36,11 +12,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float8e4m3fn, Int, Shaped
+from jaxtyping import Array, Bool, Float, Float8e4m3fn, Int
 
-from ._config import BLOCK, STEP, AttentionConfig, resolve_config
+from ._config import AttentionConfig, resolve_config
 from ._expcast import CODES_PER_NAT, f16_multiplier
 from ._quantize import (
     E4M3_MAX,
@@ -56,42 +31,14 @@ from ._quantize import (
     saturate_e4m3,
 )
 from ._vsmooth import block_means
-
-GROUP_ORDER = np.array([0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15])
-"""Stored position in a group of 16 value tokens -> token of the group."""
-COUNT_ROWS = 8
-"""Rows under the transposed values that count valid keys."""
-_LARGEST_UNIT = 0.25
-"""Codes that a unit of a code product may stand for."""
-_E4M3_NORM = 240.0
-"""L2 norm of a token's codes before rounding; rounding adds at most 1/16: 255² < 65 504."""
-
-
-class Prepared8(NamedTuple):
-    """8-bit prepared inputs; see the module's text.
-
-    Attributes:
-      query_codes: int8 or float8_e4m3fn [B, N, T, H].
-      query_scale: float32 [B, N, T].
-      key_codes: as the queries' [B, K, P, H].
-      key_scale: float32 [B, K, n].
-      value_codes: float8_e4m3fn [B, K, H + 8, P], the last 8 rows count.
-      value_scale: float32 [B, K, H].
-      block_means: bfloat16 [B, K, n, H], in units of `value_scale`; zeros without V-Smooth.
-      kv_count: int32 [B], valid keys.
-      score_excess: float32 [B, N, T], what a row's scores were divided by to stay within range; 1
-        but for logits beyond it. The normaliser is that of the scores times this.
-    """
-
-    query_codes: Shaped[Array, "b n t h"]
-    query_scale: Float[Array, "b n t"]
-    key_codes: Shaped[Array, "b k p h"]
-    key_scale: Float[Array, "b k j"]
-    value_codes: Float8e4m3fn[Array, "b k h+8 p"]
-    value_scale: Float[Array, "b k h"]
-    block_means: Float[Array, "b k j h"]
-    kv_count: Int[Array, " b"]
-    score_excess: Float[Array, "b n t"]
+from .pallas_kernels.layout import (
+    BLOCK,
+    COUNT_ROWS,
+    E4M3_NORM,
+    LARGEST_UNIT,
+    STEP,
+    Prepared8,
+)
 
 
 class Prepared4(NamedTuple):
@@ -102,14 +49,14 @@ class Prepared4(NamedTuple):
         8·log2(e), so scores are in codes.
       key: Nvfp4 of [B, K, P, H], global scale [B, K, 1, 1].
       value: Nvfp4 of [B, K, H, P] (tokens in plain order), global scale [B, K, 1, 1].
-      block_means: bfloat16 [B, K, n, H], not scaled; zeros without V-Smooth.
+      block_means: bfloat16 [B, K, n, H], not scaled; `None` without V-Smooth.
       kv_count: int32 [B], valid keys.
     """
 
     query: Nvfp4
     key: Nvfp4
     value: Nvfp4
-    block_means: Float[Array, "b k j h"]
+    block_means: Float[Array, "b k j h"] | None
     kv_count: Int[Array, " b"]
 
 
@@ -182,7 +129,7 @@ def _within_range(query_scale: Array, key_scale: Array) -> tuple[Array, Array]:
 def largest_query_scale(key_scale: Float[Array, "b k j"]) -> Float[Array, "b k 1"]:
     """The query scale whose product with the largest key scale is at the limit."""
     unit = largest_magnitude(key_scale, -1, True)
-    return jnp.where(unit == 0, jnp.inf, _LARGEST_UNIT / jnp.where(unit == 0, 1.0, unit))
+    return jnp.where(unit == 0, jnp.inf, LARGEST_UNIT / jnp.where(unit == 0, 1.0, unit))
 
 
 def _by_query_head(of_key_heads: Array, query: Array) -> Array:
@@ -192,7 +139,7 @@ def _by_query_head(of_key_heads: Array, query: Array) -> Array:
 
 def _scale_e4m3(query: Array, key: Array, live: Array) -> tuple[Array, ...]:
     """E4M3 codes of bounded norm, scales whose products are exact in float16."""
-    key_scale = _block_scale(_block_max(_norm(key)), _E4M3_NORM, live)
+    key_scale = _block_scale(_block_max(_norm(key)), E4M3_NORM, live)
     key_scale = jnp.where(key_scale == 0, 0.0, power_of_two_at_least(key_scale))
     key_codes = saturate_e4m3(_in_units(key, key_scale))
     # The largest key scale moves into the query's, which leaves products of the size of a logit.
@@ -201,7 +148,7 @@ def _scale_e4m3(query: Array, key: Array, live: Array) -> tuple[Array, ...]:
     query = query * _by_query_head(unit, query)[..., None]
     norm = _norm(query)
     # Codes of queries with next to no effect shrink instead of the multiplier leaving float16.
-    query_scale = jnp.where(norm <= 0, _LARGEST_UNIT, jnp.maximum(norm / _E4M3_NORM, 2.0**-13))
+    query_scale = jnp.where(norm <= 0, LARGEST_UNIT, jnp.maximum(norm / E4M3_NORM, 2.0**-13))
     query_scale = _round_up_11_bits(query_scale)
     query_codes = saturate_e4m3(query / query_scale[..., None])
     return query_codes, query_scale, key_codes, key_scale / unit
@@ -304,14 +251,13 @@ def prepare(
         residual = jnp.where(valid[:, None, :, None], residual, 0.0)
     else:
         means, residual = None, value
-    no_means = jnp.zeros((*value.shape[:2], live.shape[-1], size), jnp.bfloat16)
 
     if config.qk == "nvfp4":
         return Prepared4(
             quantize_nvfp4(query, (-1, -2)),
             quantize_nvfp4(key, (-1, -2)),
             quantize_nvfp4(jnp.swapaxes(residual, 2, 3), (-1, -2)),
-            no_means if means is None else means.astype(jnp.bfloat16),
+            None if means is None else means.astype(jnp.bfloat16),
             count,
         )
     quantize_scores = _scale_int8 if config.qk == "int8" else _scale_e4m3
@@ -327,7 +273,7 @@ def prepare(
         key_scale,
         _order_groups(codes),
         value_scale,
-        no_means if means is None else scaled_means(means, value_scale),
+        None if means is None else scaled_means(means, value_scale),
         count,
         score_excess,
     )
@@ -380,7 +326,9 @@ def restore(prepared: Prepared) -> Restored:
         key = prepared.key_codes.astype(jnp.float32) * key_scale
         residual = plain_value_codes(prepared).astype(jnp.float32)
         scale = prepared.value_scale[:, :, None]
-    means = jnp.repeat(prepared.block_means.astype(jnp.float32), BLOCK, 2)
-    value = (jnp.swapaxes(residual, 2, 3) + means) * scale
+    value = jnp.swapaxes(residual, 2, 3)
+    if prepared.block_means is not None:
+        value = value + jnp.repeat(prepared.block_means.astype(jnp.float32), BLOCK, 2)
+    value = value * scale
     valid = jnp.arange(value.shape[2]) < prepared.kv_count[:, None]
     return Restored(query, key, jnp.where(valid[:, None, :, None], value, 0.0))

@@ -13,10 +13,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float8e4m3fn, Shaped, UInt8
 
-E4M3 = jnp.float8_e4m3fn
+from .pallas_kernels.layout import E4M3
+
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
-E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 NVFP4_GROUP = 16
 _TINY = 2.0**-100
 """Groups whose largest magnitude is below this (about 8e-31) quantise to zeros."""

@@ -16,9 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from ._config import BLOCK, STEP, AttentionConfig
+from ._config import AttentionConfig
 from ._expcast import (
-    PROBABILITY_SCALE,
     anchor,
     anchored_codes,
     decode_codes,
@@ -42,6 +41,7 @@ from ._quantize import (
     unpack_nibbles,
 )
 from ._tracing import filled
+from .pallas_kernels.layout import BLOCK, PROBABILITY_SCALE, STEP
 
 Products = Callable[[Array, Array], Array]
 LOWEST = float(jnp.finfo(jnp.float32).min)
@@ -58,7 +58,7 @@ class _Block(NamedTuple):
     key: Float[Array, "b k j h"]
     residual: Float[Array, "b k h j"]
     unit: Float[Array, "b k 1 1"] | None
-    means: Float[Array, "b k 2 h"]
+    means: Float[Array, "b k 2 h"] | None
     multiplier: Float[Array, "b k g t j"]
     valid: Bool[Array, "b 1 1 1 j"]
 
@@ -163,10 +163,9 @@ def _step(
     weighted = _matmul("bkgtj,bkhj->bkgth", probability, block.residual)
     if block.unit is not None:
         weighted *= block.unit[:, :, None]
-    # Block by block, not as a matrix product: XLA's CPU backend (jaxlib 0.11.2) returns
-    # uninitialised memory for one whose operand is a constant, as means without V-Smooth are.
-    for i in range(STEP // BLOCK):
-        weighted += sums_of_blocks[..., i : i + 1] * block.means[:, :, None, None, i]
+    if block.means is not None:
+        for i in range(STEP // BLOCK):
+            weighted += sums_of_blocks[..., i : i + 1] * block.means[:, :, None, None, i]
     weight, decay = _octaves(block_anchor - new_anchor), _octaves(old_anchor - new_anchor)
     return _Sums(
         sums.weighted * decay + weighted * weight,
@@ -182,7 +181,7 @@ class _Operands(NamedTuple):
     key: Array
     residual: Array
     unit: Array | None
-    means: Array
+    means: Array | None
     multiplier: Float[Array, "b k g t j"]
     value_scale: Float[Array, "b k h"]
 
@@ -194,7 +193,9 @@ def nvfp4_codes(quantized: Nvfp4) -> Float[Array, "... n"]:
 
 
 def _operands(prepared: Prepared) -> _Operands:
-    batch, heads, blocks, size = prepared.block_means.shape
+    codes = prepared.key.codes if isinstance(prepared, Prepared4) else prepared.key_codes
+    batch, heads, stored = codes.shape[:3]
+    blocks = stored // BLOCK
 
     def by_key_head(rows: Array) -> Array:
         return rows.reshape(batch, heads, -1, *rows.shape[2:])
@@ -202,6 +203,7 @@ def _operands(prepared: Prepared) -> _Operands:
     if isinstance(prepared, Prepared4):
         query, key = nvfp4_codes(prepared.query), nvfp4_codes(prepared.key)
         residual, unit = nvfp4_codes(prepared.value), prepared.value.global_scale
+        size = residual.shape[2]
         scale = by_key_head(prepared.query.global_scale) * prepared.key.global_scale[:, :, None]
         # Finite, so that a product of zero codes stays zero whatever the scales are.
         scale = jnp.minimum(scale, float(jnp.finfo(jnp.float32).max))
@@ -226,7 +228,7 @@ def _slice_block(operands: _Operands, kv_count: Array, index: Array) -> _Block:
         part(operands.key, first, STEP, 2),
         part(operands.residual, first, STEP, 3),
         operands.unit,
-        part(operands.means, 2 * index, 2, 2),
+        None if operands.means is None else part(operands.means, 2 * index, 2, 2),
         jnp.repeat(part(operands.multiplier, 2 * index, 2, 4), BLOCK, -1),
         valid[:, None, None, None],
     )
@@ -269,7 +271,7 @@ def reference_attention(
         block = _slice_block(operands, prepared.kv_count, index)
         return _step(sums, block, operands.query, config, products), None
 
-    sums, _ = lax.scan(step, start, jnp.arange(operands.means.shape[2] // 2))
+    sums, _ = lax.scan(step, start, jnp.arange(operands.key.shape[2] // STEP))
     empty = sums.total == 0
     out = sums.weighted / jnp.where(empty, 1.0, sums.total)
     out = out * operands.value_scale[:, :, None, None]

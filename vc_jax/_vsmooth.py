@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from ._config import BLOCK
 from ._tracing import concrete, filled
+from .pallas_kernels.layout import BLOCK
 
 _CHUNK = 2048
 """Tokens whose distances to the centroids exist at one time."""

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from vc_jax._attention import dot_product_attention
 from vc_jax._config import AttentionConfig, resolve_config
-from vc_jax._implementations import NAMES
+from vc_jax._implementations import check_implementation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,8 +163,7 @@ def attention_fn(
     Raises:
       TypeError, ValueError: a wrong argument, by name.
     """
-    if implementation is not None and implementation not in NAMES:
-        raise ValueError(f"implementation must be None or one of {NAMES}, got {implementation!r}")
+    check_implementation(implementation)
     if scale is not None:
         if isinstance(scale, bool) or not isinstance(scale, (int, float, np.number)):
             raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 
 
-def kernel(query_codes, *arrays, softmax, config):
+def kernel(prepared, *, softmax, config):
     """In the fused kernel's place: the first of its inputs, in the right layout."""
     assert softmax in ("expcast", "expcast_running", "exp")
-    return jnp.swapaxes(query_codes, 1, 2).astype(jnp.bfloat16), None
+    return jnp.swapaxes(prepared.query_codes, 1, 2).astype(jnp.bfloat16), None
 
 
 def plain(query, key, value):

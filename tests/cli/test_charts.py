@@ -3,7 +3,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from vc_jax.models.report_charts import (
+from vc_jax.models.sample_job.charts import (
     HEIGHT,
     Series,
     bar_chart,

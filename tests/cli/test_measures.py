@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from vc_jax.models.report_measures import PSNR_LIMIT, psnr, relative_l2, ssim, unit_pixels
-from vc_jax.models.report_record import errors_of_steps
+from vc_jax.models.sample_job.measures import PSNR_LIMIT, psnr, relative_l2, ssim, unit_pixels
+from vc_jax.models.sample_job.record import errors_of_steps
 
 RANDOM = np.random.default_rng(0)
 VIDEO = RANDOM.uniform(0, 1, (2, 24, 30, 3))

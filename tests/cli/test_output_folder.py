@@ -10,8 +10,7 @@ import time
 import pytest
 
 from vc_jax import _cli
-from vc_jax.models import report_page
-from vc_jax.models.sample_job import FILES
+from vc_jax.models.sample_job import FILES, job
 
 QUICK = ["--attention", "bf16", "--steps", "1"]
 
@@ -40,7 +39,7 @@ def test_a_full_disk_leaves_the_earlier_run(tiny, tmp_path, monkeypatch, capsys)
     def no_space(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(report_page, "make_page", no_space)
+    monkeypatch.setattr(job, "make_page", no_space)
     assert _cli.main([*tiny, *QUICK, "--output", str(output)]) == 2
     assert "No space left on device" in capsys.readouterr().err
     assert [p.name for p in output.iterdir()] == ["report.html"]

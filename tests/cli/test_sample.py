@@ -12,11 +12,12 @@ import pytest
 
 import vc_jax
 from vc_jax import _cli
-from vc_jax.models import load_video_dit, sample_job, sampler
-from vc_jax.models.report_record import _finite
-from vc_jax.models.sample_clip import load_clip, to_model
+from vc_jax.models import load_video_dit, sample_job
 from vc_jax.models.sample_job import FILES, Options
-from vc_jax.models.sample_methods import Method, Task, measure_block_means
+from vc_jax.models.sample_job.clip import load_clip, to_model
+from vc_jax.models.sample_job.methods import Method, Task, measure_block_means
+from vc_jax.models.sample_job.record import _finite
+from vc_jax.models.video_dit import sampler
 
 STEPS, FRAMES, GIVEN = 3, 5, 4
 

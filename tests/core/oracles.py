@@ -163,7 +163,9 @@ class Prepared8Rows:
         for p in range(stored.shape[-1]):
             self.residual[..., p // 16 * 16 + GROUP[p % 16]] = stored[..., p]
         self.value_scale = np.asarray(prepared.value_scale).astype(np.float64)
-        self.means = np.asarray(prepared.block_means).astype(np.float64)
+        blocks = (*self.residual.shape[:2], self.residual.shape[3] // BLOCK, self.residual.shape[2])
+        means = prepared.block_means
+        self.means = np.zeros(blocks) if means is None else np.asarray(means).astype(np.float64)
         self.count = np.asarray(prepared.kv_count)
 
     def _step(self, b, n, t, j):

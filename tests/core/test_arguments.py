@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import vc_jax
-from vc_jax import AttentionConfig, _attention, _implementations
+from vc_jax import AttentionConfig, _dispatch, _implementations
 
 from .cases import PRESETS, video_like
 
@@ -137,7 +137,7 @@ def test_unknown_keywords_are_refused():
         call(dropout=0.1)
 
 
-@pytest.mark.parametrize("name", ["hopper", "blackwell", "mma"])
+@pytest.mark.parametrize("name", ["hopper", "cudnn"])
 def test_a_named_implementation_raises_its_reason_where_it_cannot_run(name):
     if jax.default_backend() != "cpu":
         pytest.skip("this machine may support it")
@@ -158,34 +158,35 @@ def test_all_reasons_come_out_together_if_nothing_is_left(monkeypatch):
         _implementations.IMPLEMENTATIONS["xla"], unsupported=lambda request: "is on holiday"
     )
     monkeypatch.setitem(_implementations.IMPLEMENTATIONS, "xla", xla)
-    with pytest.raises(NotImplementedError, match=r"hopper.*blackwell.*mma.*xla: is on holiday"):
+    with pytest.raises(NotImplementedError, match=r"hopper.*cudnn.*xla: is on holiday"):
         call()
     assert explain().implementation is None
 
 
 def test_the_fastest_implementation_that_supports_the_call_is_taken(monkeypatch):
-    def run(static, inputs, order):
-        return jnp.full(inputs.query.shape, 7.0), None
+    def run(static, prepared, dtype):
+        batch, heads, rows, size = prepared.query_codes.shape
+        return jnp.full((batch, rows, heads, size), 7.0), None
 
     def unsupported(request):
         return "needs config='int8'" if request.config.qk != "int8" else None
 
-    fake = _implementations.Implementation("mma", unsupported, run)
-    monkeypatch.setitem(_implementations.IMPLEMENTATIONS, "mma", fake)
+    fake = _implementations.Implementation(unsupported, on_prepared=run)
+    monkeypatch.setitem(_implementations.IMPLEMENTATIONS, "hopper", fake)
     query = QUERY * 1.5  # nothing compiled for it yet
     assert (np.asarray(call(query[:, :2], config="int8")) == 7).all()
     assert not (np.asarray(call(query[:, :2])) == 7).any()
     found = vc_jax.explain(QUERY, KEY, VALUE)
-    assert found.implementation == "mma"
-    assert "mma" in found.reasons["xla"]
+    assert found.implementation == "hopper"
+    assert "hopper" in found.reasons["xla"]
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_explain_says_in_words_which_implementation_runs_and_why_not_the_others(name):
     found = vc_jax.explain(QUERY, KEY, VALUE, config=name)
     assert dataclasses.is_dataclass(found)
-    assert found.implementation in _implementations.NAMES
-    assert set(found.reasons) == set(_implementations.NAMES) - {found.implementation}
+    assert found.implementation in _implementations.IMPLEMENTATIONS
+    assert set(found.reasons) == set(_implementations.IMPLEMENTATIONS) - {found.implementation}
     assert all(found.reasons.values())
     assert found.config == vc_jax.PRESETS[name]
     text = str(found)
@@ -223,7 +224,7 @@ def test_a_long_call_that_falls_to_slow_xla_warns_once():
     def run(**arguments):
         jax.eval_shape(lambda *x: vc_jax.dot_product_attention(*x, **arguments), *[shape] * 3)
 
-    _attention._warn_slow.cache_clear()
+    _dispatch._warn_slow.cache_clear()
     run(implementation="xla")
     with pytest.warns(UserWarning, match="slow XLA") as caught:
         run()

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import vc_jax
-from vc_jax import AttentionConfig, DenoisingSchedule, _attention
+from vc_jax import AttentionConfig, DenoisingSchedule, _dispatch
 
 from . import oracles
 from .cases import PRESETS, relative_l2, same_bytes, video_like
@@ -288,10 +288,10 @@ def test_lengths_scales_and_masks_are_traced_and_never_recompile():
 def test_a_call_outside_of_jit_compiles_once():
     """Its loops would be compiled anew each time if nothing inside were jitted."""
     attention(*INPUTS, key_value_seq_lengths=LENGTHS)
-    before = _attention._forward._cache_size()
+    before = _dispatch._forward._cache_size()
     for lengths in ([130, 1], [2, 3]):
         attention(*INPUTS, key_value_seq_lengths=jnp.array(lengths))
-    assert _attention._forward._cache_size() == before
+    assert _dispatch._forward._cache_size() == before
 
 
 def test_jitted_and_direct_calls_agree():

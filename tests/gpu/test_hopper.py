@@ -14,7 +14,6 @@ from ..kernels.cases import (
     Case,
     gain,
     inputs,
-    kernel_arguments,
     prepared_and_reference,
     relative_error,
 )
@@ -35,15 +34,15 @@ def _on_hopper():
 def run(case: Case, dtype=jnp.float32, config=None, **arguments):
     prepared, expected, expected_lse = prepared_and_reference(case, tensor_core=True)
     out, lse = jax.jit(
-        lambda *x: hopper.attention(
-            *x,
+        lambda x: hopper.attention(
+            x,
             softmax=case.softmax,
             out_dtype=dtype,
             return_residual=True,
             config=config,
             **arguments,
         )
-    )(*kernel_arguments(prepared, case.smooth))
+    )(prepared)
     return np.asarray(out.astype(jnp.float32)), np.asarray(lse), expected, expected_lse
 
 
@@ -100,15 +99,15 @@ def test_every_length_from_1_to_300_without_recompiling():
     compiled = []
 
     @jax.jit
-    def kernel(*arrays):
+    def kernel(prepared):
         compiled.append(1)
-        return hopper.attention(*arrays, out_dtype=jnp.float32)[0]
+        return hopper.attention(prepared, out_dtype=jnp.float32)[0]
 
     for count in range(1, 301):
         prepared, expected, _ = prepared_and_reference(
             dataclasses.replace(case, counts=(count,)), tensor_core=True
         )
-        out = np.asarray(kernel(*kernel_arguments(prepared, True)))
+        out = np.asarray(kernel(prepared))
         assert relative_error(out, expected) <= 2e-3, count
         assert 0.998 <= gain(out, expected) <= 1.002, count
     assert len(compiled) == 1
@@ -151,11 +150,10 @@ def test_memory_full_of_nan_does_not_show():
 
 def test_repeated_runs_are_bit_identical():
     prepared, _, _ = prepared_and_reference(Case(rows=1000, length=5000, head_dim=128))
-    kernel = jax.jit(lambda *x: hopper.attention(*x, return_residual=True))
-    arguments = kernel_arguments(prepared, True)
-    first = jax.tree.map(np.asarray, kernel(*arguments))
+    kernel = jax.jit(lambda x: hopper.attention(x, return_residual=True))
+    first = jax.tree.map(np.asarray, kernel(prepared))
     for _ in range(20):
-        for got, want in zip(kernel(*arguments), first, strict=True):
+        for got, want in zip(kernel(prepared), first, strict=True):
             np.testing.assert_array_equal(np.asarray(got), want)
 
 

@@ -69,11 +69,6 @@ def prepared_and_reference(case: Case, tensor_core: bool = False):
     return jax.tree.map(np.asarray, prepared), np.asarray(out), np.asarray(lse)
 
 
-def kernel_arguments(prepared, smooth: bool):
-    """The kernel's positional arguments."""
-    return (*prepared[:6], prepared.block_means if smooth else None, prepared.kv_count)
-
-
 def relative_error(out, expected) -> float:
     out, expected = (np.asarray(x, np.float64) for x in (out, expected))
     return float(np.linalg.norm(out - expected) / np.linalg.norm(expected))

@@ -29,6 +29,7 @@ from jax.experimental import topologies  # noqa: E402
 from jax.sharding import SingleDeviceSharding  # noqa: E402
 
 from vc_jax.pallas_kernels import hopper  # noqa: E402
+from vc_jax.pallas_kernels.layout import Prepared8  # noqa: E402
 
 from . import compile_preprocessing  # noqa: E402
 
@@ -80,14 +81,14 @@ def variants() -> list[Variant]:
     return found
 
 
-def abstract_arguments(variant: Variant, sharding) -> list[jax.ShapeDtypeStruct | None]:
+def abstract_arguments(variant: Variant, sharding) -> Prepared8:
     """Arrays of the prepared layout, batch 2, four heads on two."""
     size, length, blocks = variant.head_dim, variant.length, variant.length // 128
 
     def array(shape, dtype):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    return [
+    return Prepared8(
         array((2, 4, variant.rows, size), variant.code_dtype),
         array((2, 4, variant.rows), jnp.float32),
         array((2, 2, length, size), variant.code_dtype),
@@ -96,7 +97,8 @@ def abstract_arguments(variant: Variant, sharding) -> list[jax.ShapeDtypeStruct 
         array((2, 2, size), jnp.float32),
         array((2, 2, blocks, size), jnp.bfloat16) if variant.means else None,
         array((2,), jnp.int32),
-    ]
+        array((2, 4, variant.rows), jnp.float32),
+    )
 
 
 def compile_variant(variant: Variant, device) -> tuple[str, str]:
@@ -105,9 +107,9 @@ def compile_variant(variant: Variant, device) -> tuple[str, str]:
     for old in folder.iterdir():
         old.unlink()
 
-    def call(*arrays):
+    def call(prepared: Prepared8):
         return hopper.attention(
-            *arrays,
+            prepared,
             softmax=variant.softmax,
             out_dtype=variant.out_dtype,
             return_residual=variant.residual,
@@ -115,7 +117,7 @@ def compile_variant(variant: Variant, device) -> tuple[str, str]:
 
     arguments = abstract_arguments(variant, SingleDeviceSharding(device))
     with jax.default_device(device):
-        traced = jax.jit(call).trace(*arguments)
+        traced = jax.jit(call).trace(arguments)
         traced.lower(lowering_platforms=("cuda",)).compile()
     log = "".join(path.read_text() for path in folder.glob("*.ptxas"))
     code = "".join(path.read_text() for path in folder.glob("*.sass*"))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from vc_jax import _fused, _implementations, _vsmooth
+from vc_jax import _fused, _preprocessing, _vsmooth
 from vc_jax.pallas_kernels import clustering
 
 from .preparation_cases import FAST_COMPILE
@@ -194,13 +194,13 @@ def test_xla_clusters_where_the_kernels_have_no_room():
     tokens = jax.ShapeDtypeStruct((1, 9, 1, 128), jnp.bfloat16)
     inputs = types.SimpleNamespace(query=tokens, key=tokens, value=tokens)
     most = clustering.MAX_CLUSTERS
-    assert _implementations.fused("hopper", inputs, most)
-    assert not _implementations.fused("hopper", inputs, most + 1)
-    assert not _implementations.fused("xla", inputs, most)
+    assert _preprocessing.fuses("hopper", inputs, most)
+    assert not _preprocessing.fuses("hopper", inputs, most + 1)
+    assert not _preprocessing.fuses("xla", inputs, most)
     many = jax.ShapeDtypeStruct((4, 1_200_000, 40, 128), jnp.bfloat16)
     inputs = types.SimpleNamespace(query=many, key=many, value=many)
-    assert _implementations.fused("hopper", inputs, 1000)
-    assert not _implementations.fused("hopper", inputs, most)
+    assert _preprocessing.fuses("hopper", inputs, 1000)
+    assert not _preprocessing.fuses("hopper", inputs, most)
 
 
 def test_too_many_clusters_are_refused():

@@ -1,5 +1,7 @@
 """What the Hopper kernel says about arguments it cannot take, on any machine."""
 
+import dataclasses
+
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -7,8 +9,9 @@ import numpy as np
 import pytest
 
 from vc_jax.pallas_kernels import hopper
+from vc_jax.pallas_kernels.layout import Prepared8
 
-from .cases import Case, kernel_arguments, prepared_and_reference
+from .cases import Case, prepared_and_reference
 from .test_hopper_interpreted import SMALL
 
 NAMES = (
@@ -18,9 +21,9 @@ NAMES = (
 INTERPRET = plgpu.InterpretGPUParams()
 
 
-def arrays() -> dict[str, jax.Array]:
+def arrays(**others) -> Prepared8:
     """A call that would be taken: batch 1, two heads on one, 8 queries, 512 stored keys."""
-    return {
+    given = {
         "query_codes": jnp.zeros((1, 2, 8, 64), jnp.int8),
         "query_scale": jnp.zeros((1, 2, 8), jnp.float32),
         "key_codes": jnp.zeros((1, 1, 512, 64), jnp.int8),
@@ -29,35 +32,41 @@ def arrays() -> dict[str, jax.Array]:
         "value_scale": jnp.zeros((1, 1, 64), jnp.float32),
         "block_means": jnp.zeros((1, 1, 4, 64), jnp.bfloat16),
         "kv_count": jnp.full(1, 300, jnp.int32),
+        "score_excess": jnp.ones((1, 2, 8), jnp.float32),
     }
+    return Prepared8(**given | others)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_array_of_another_rank_is_named(name):
     given = arrays()
-    with pytest.raises(ValueError, match=rf"{name} must be"):
-        hopper.attention(**given | {name: given[name][0]})
+    with pytest.raises(ValueError, match=rf"prepared\.{name} must be"):
+        hopper.attention(arrays(**{name: getattr(given, name)[0]}))
+
+
+def test_what_is_not_prepared_is_refused():
+    with pytest.raises(TypeError, match="prepared must be a Prepared8, got tuple"):
+        hopper.attention(tuple(vars(arrays()).values()))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_no_array_is_named(name):
     with pytest.raises(TypeError, match=rf"{name} must be an array, got list"):
-        hopper.attention(**arrays() | {name: [1.0]})
+        hopper.attention(arrays(**{name: [1.0]}))
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "block_means"])
 def test_only_means_can_be_left_out(name):
     with pytest.raises(TypeError, match=rf"{name} must be an array, got NoneType"):
-        hopper.attention(**arrays() | {name: None})
+        hopper.attention(arrays(**{name: None}))
 
 
 @pytest.mark.parametrize(("name", "axis"), [("query_codes", 2), ("key_codes", 1), ("key_codes", 2)])
 def test_an_empty_axis_is_named(name, axis):
-    given = arrays()
-    shape = list(given[name].shape)
+    shape = list(getattr(arrays(), name).shape)
     shape[axis] = 0
     with pytest.raises(ValueError, match=rf"{name} must be .*, no axis empty"):
-        hopper.attention(**given | {name: jnp.zeros(shape, jnp.int8)})
+        hopper.attention(arrays(**{name: jnp.zeros(shape, jnp.int8)}))
 
 
 @pytest.mark.parametrize(
@@ -73,7 +82,7 @@ def test_an_empty_axis_is_named(name, axis):
 )
 def test_an_option_of_another_kind_is_named(options, words):
     with pytest.raises(TypeError, match=words):
-        hopper.attention(**arrays(), **options)
+        hopper.attention(arrays(), **options)
 
 
 @pytest.mark.parametrize(
@@ -110,19 +119,17 @@ def test_a_config_within_the_limits_is_taken(fields):
 def test_a_known_number_of_keys_out_of_range_is_refused(count):
     counts = np.array([count], np.int32)
     with pytest.raises(ValueError, match=f"kv_count must be from 0 to 512 keys, got {count}"):
-        hopper.attention(**arrays() | {"kv_count": counts})
+        hopper.attention(arrays(kv_count=counts))
 
 
 def test_traced_numbers_of_keys_out_of_range_are_clamped():
     case = Case(batch=2, rows=8, heads=1, length=256)
     prepared, _, _ = prepared_and_reference(case)
-    *given, _ = kernel_arguments(prepared, case.smooth)
 
     @jax.jit
     def attend(counts):
         return hopper.attention(
-            *given,
-            counts,
+            dataclasses.replace(prepared, kv_count=counts),
             out_dtype=jnp.float32,
             return_residual=True,
             config=SMALL,

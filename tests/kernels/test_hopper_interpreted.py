@@ -7,7 +7,7 @@ import pytest
 
 from vc_jax.pallas_kernels import hopper
 
-from .cases import Case, kernel_arguments, prepared_and_reference, relative_error
+from .cases import Case, prepared_and_reference, relative_error
 
 SMALL = hopper.Config(warpgroups=1, cluster=1, key_slots=2, value_slots=2)
 CLUSTER = hopper.Config(warpgroups=2, cluster=2, key_slots=2, value_slots=3)
@@ -16,7 +16,7 @@ CLUSTER = hopper.Config(warpgroups=2, cluster=2, key_slots=2, value_slots=3)
 def run(case: Case, config: hopper.Config, capfd=None):
     prepared, expected, expected_lse = prepared_and_reference(case)
     out, lse = hopper.attention(
-        *kernel_arguments(prepared, case.smooth),
+        prepared,
         softmax=case.softmax,
         out_dtype=jnp.float32,
         return_residual=True,

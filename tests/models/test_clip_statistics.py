@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from vc_jax.models import clip_statistics as stats
+from vc_jax.models.training import clip_statistics as stats
 
 
 @pytest.fixture

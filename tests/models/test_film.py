@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from vc_jax.models import film
+from vc_jax.models.training import film
 
 
 def made_up_film(shots: int = 40, frames: int = 60, seed: int = 0) -> np.ndarray:

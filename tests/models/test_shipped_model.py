@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from vc_jax.models import flow, sampler
-from vc_jax.models.film import read_video
-from vc_jax.models.training_step import from_pixels
-from vc_jax.models.weights import SHIPPED_WEIGHTS, load_video_dit
+from vc_jax.models.common.video import read_video
+from vc_jax.models.training.training_step import from_pixels
+from vc_jax.models.video_dit import flow, sampler
+from vc_jax.models.video_dit.weights import SHIPPED_WEIGHTS, load_video_dit
 
 FOLDER = SHIPPED_WEIGHTS.parent
 CLIP = FOLDER / "big_buck_bunny.mp4"

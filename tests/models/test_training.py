@@ -10,12 +10,12 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from vc_jax.models import training_step as ts
+from vc_jax.models.training import training_step as ts
 from vc_jax.models.video_dit import VideoDiT, VideoDiTConfig, create_video_dit
 
 pytest.importorskip("optax")
 
-from vc_jax.models import optimiser as opt
+from vc_jax.models.training import optimiser as opt
 
 TINY = VideoDiTConfig(
     width=32, num_layers=2, num_heads=1, head_dim=12, mlp_width=64, compute_dtype="float32"
@@ -162,8 +162,8 @@ def write_film(path) -> None:
 def test_script_trains_and_evaluates_and_leaves_everything_in_the_folder(tmp_path):
     pytest.importorskip("PIL")
     pytest.importorskip("matplotlib")
-    from vc_jax.models import train
-    from vc_jax.models.weights import load_video_dit
+    from vc_jax.models.training import train
+    from vc_jax.models.video_dit.weights import load_video_dit
 
     write_film(tmp_path / "film.avi")
     options = {
@@ -204,7 +204,7 @@ def test_script_trains_and_evaluates_and_leaves_everything_in_the_folder(tmp_pat
 
 
 def test_script_reports_a_missing_film_in_one_line(tmp_path, capsys):
-    from vc_jax.models import train
+    from vc_jax.models.training import train
 
     code = train.main(
         ["--video", str(tmp_path / "no.mp4"), "--output", str(tmp_path / "o"), "--seconds", "1"]
@@ -214,7 +214,7 @@ def test_script_reports_a_missing_film_in_one_line(tmp_path, capsys):
 
 
 def test_ranges_are_parsed_or_explained():
-    from vc_jax.models import train
+    from vc_jax.models.training import train
 
     assert train.parse_ranges("0-10,20-30") == ((0, 10), (20, 30))
     with pytest.raises(ValueError, match="--ranges"):

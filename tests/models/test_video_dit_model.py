@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from vc_jax.models.rope import apply_rope, rope_table
-from vc_jax.models.video_dit import (
+from vc_jax.models.video_dit.model import (
     HeadRMSNorm,
     VideoDiT,
     VideoDiTConfig,
     create_video_dit,
+    cut_patches,
     default_attention,
-    patchify,
+    join_patches,
     time_features,
-    unpatchify,
 )
+from vc_jax.models.video_dit.rope import apply_rope, rope_table
 
 TINY = VideoDiTConfig(
     width=32, num_layers=3, num_heads=2, head_dim=16, mlp_width=64, compute_dtype="float32"
@@ -72,12 +72,12 @@ def test_shapes_that_do_not_fit_are_named(model, video, t, message):
         model(jnp.zeros(video), jnp.zeros(t))
 
 
-def test_unpatchify_undoes_patchify():
+def test_join_patches_undoes_cut_patches():
     video = some_video(2, 3, 8, 12)
-    tokens = patchify(video, 4)
+    tokens = cut_patches(video, 4)
     assert tokens.shape == (2, 3, 6, 48)
     np.testing.assert_array_equal(tokens[1, 2, 4].reshape(4, 4, 3), video[1, 2, 4:8, 4:8])
-    np.testing.assert_array_equal(unpatchify(tokens, 8, 12, 4), video)
+    np.testing.assert_array_equal(join_patches(tokens, 8, 12, 4), video)
 
 
 def test_scanned_layers_equal_a_plain_loop_over_blocks(model):
@@ -89,7 +89,7 @@ def test_scanned_layers_equal_a_plain_loop_over_blocks(model):
     _, inputs = model.attention_inputs(video, t)
     time = jax.nn.silu(model.time_out(jax.nn.silu(model.time_in(time_features(t)))))
     modulation = model.modulation(time).reshape(1, 2, 6, config.width)
-    x = model.embed(patchify(video, config.patch))
+    x = model.embed(cut_patches(video, config.patch))
     definition, parameters = nnx.split(model.blocks)
     for layer in range(config.num_layers):
         block = nnx.merge(definition, jax.tree.map(lambda leaf, i=layer: leaf[i], parameters))

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from vc_jax.models import flow, sampler
-from vc_jax.models.video_dit import VideoDiT, VideoDiTConfig, default_attention
+from vc_jax.models.video_dit import VideoDiT, VideoDiTConfig, default_attention, flow, sampler
 
 TINY = VideoDiTConfig(width=24, num_layers=2, num_heads=1, head_dim=12, mlp_width=32)
 
@@ -62,7 +61,7 @@ def test_exact_velocity_is_followed_to_the_video(steps):
 def test_condition_frames_stay_exactly_clean(model, count):
     condition = jax.random.uniform(jax.random.key(0), (2, count, 8, 8, 3), minval=-1)
     noise = sampler.draw_noise(1, (2, 4, 8, 8, 3))
-    video = sampler.sample(model, condition, noise, num_steps=3)
+    video = sampler.continue_clip(model, condition, noise, num_steps=3)
     np.testing.assert_array_equal(video[:, :count], condition)
     assert np.all(np.isfinite(video))
     assert float(jnp.abs(video[:, count:] - noise[:, count:]).max()) > 0.1
@@ -71,7 +70,7 @@ def test_condition_frames_stay_exactly_clean(model, count):
 def test_noise_under_the_condition_frames_is_irrelevant(model):
     condition = jnp.zeros((1, 2, 8, 8, 3))
     noise = sampler.draw_noise(1, (1, 4, 8, 8, 3))
-    run = jax.jit(lambda noise: sampler.sample(model, condition, noise, num_steps=2))
+    run = jax.jit(lambda noise: sampler.continue_clip(model, condition, noise, num_steps=2))
     first, second = run(noise), run(noise.at[:, :2].set(9.0))
     np.testing.assert_array_equal(first, second)
 
@@ -79,7 +78,7 @@ def test_noise_under_the_condition_frames_is_irrelevant(model):
 @pytest.mark.parametrize("count", [0, 4])
 def test_condition_must_leave_something_to_sample(model, count):
     with pytest.raises(ValueError, match="condition"):
-        sampler.sample(model, jnp.zeros((1, count, 8, 8, 3)), jnp.zeros((1, 4, 8, 8, 3)))
+        sampler.continue_clip(model, jnp.zeros((1, count, 8, 8, 3)), jnp.zeros((1, 4, 8, 8, 3)))
 
 
 def test_attention_state_sees_every_layer_of_every_step_in_one_compilation(model):

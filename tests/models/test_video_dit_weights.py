@@ -8,7 +8,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from vc_jax.models.video_dit import VideoDiTConfig
-from vc_jax.models.weights import (
+from vc_jax.models.video_dit.weights import (
     fill_parameters,
     load_video_dit,
     named_parameters,

@@ -87,7 +87,7 @@ def test_the_wheel_holds_every_source_file_inside_the_package(wheel, root):
         wanted |= {f"vc_jax/{p.relative_to(root)}" for p in files if "__pycache__" not in p.parts}
     assert wanted <= names
     assert "vc_jax/py.typed" in names
-    assert "vc_jax/models/report_template.html" in names
+    assert "vc_jax/models/sample_job/template.html" in names
 
 
 def test_the_wheel_holds_the_shipped_model_and_clip(wheel):

@@ -18,8 +18,7 @@ from safetensors.numpy import load_file
 
 from vc_jax.models.hunyuan_video15 import HunyuanVideo15
 from vc_jax.models.longcat_video import KVCache, LongCatVideo
-from vc_jax.models.minimax_h3 import MiniMaxH3
-from vc_jax.models.minimax_packing import PackedLayout
+from vc_jax.models.minimax_h3 import MiniMaxH3, PackedLayout
 from vc_jax.models.wan import Wan
 
 ROOT = Path(__file__).parent / "fixtures"

@@ -109,17 +109,17 @@ def test_bad_arguments_are_named():
     with pytest.raises(ValueError, match=r"high_precision_layers: expected \[2\], got \(3,\)"):
         run(port, "wan_t2v", AttentionControl(high_precision_layers=jnp.zeros(3, bool)))
     with pytest.raises(ValueError, match=r"needs control\.step"):
-        run(port, "wan_t2v", AttentionControl(high_precision_steps=jnp.zeros(3, bool)))
+        run(port, "wan_t2v", AttentionControl(bf16_steps_mask=jnp.zeros(3, bool)))
     control = AttentionControl(
-        step=0, high_precision_steps=jnp.zeros(3, bool), schedule=vc_jax.DenoisingSchedule(8)
+        step=0, bf16_steps_mask=jnp.zeros(3, bool), schedule=vc_jax.DenoisingSchedule(8)
     )
-    with pytest.raises(ValueError, match=r"high_precision_steps: expected \[8\]"):
+    with pytest.raises(ValueError, match=r"bf16_steps_mask: expected \[8\]"):
         run(port, "wan_t2v", control)
     state = state_for("wan_t2v")
     for steps in (SCHEDULE, None):
         for step in (8, -1):
             by_step = AttentionControl(
-                step=step, high_precision_steps=jnp.zeros(8, bool), schedule=steps
+                step=step, bf16_steps_mask=jnp.zeros(8, bool), schedule=steps
             )
             with pytest.raises(ValueError, match=rf"control\.step must be in \[0, 7\], got {step}"):
                 run_eagerly(port, "wan_t2v", by_step)
@@ -127,7 +127,7 @@ def test_bad_arguments_are_named():
         run_eagerly(port, "wan_t2v", AttentionControl(state, step=8, schedule=SCHEDULE))
     for step in (1.0, jnp.zeros(2, jnp.int32)):
         with pytest.raises(TypeError, match=r"control\.step must be an integer scalar"):
-            AttentionControl(step=step, high_precision_steps=jnp.zeros(8, bool)).per_layer(2)
+            AttentionControl(step=step, bf16_steps_mask=jnp.zeros(8, bool)).per_layer(2)
     with pytest.raises(ValueError, match=r"needs control\.step and control\.schedule"):
         run(port, "wan_t2v", AttentionControl(state))
     plain = golden.fixture("wan_t2v").model()
@@ -161,7 +161,7 @@ def test_policies_and_steps_are_traced_and_compile_once():
     def forward(step: Any, by_layer: Any, by_step: Any) -> Any:
         traces.append(step)
         control = AttentionControl(
-            step=step, high_precision_layers=by_layer, high_precision_steps=by_step
+            step=step, high_precision_layers=by_layer, bf16_steps_mask=by_step
         )
         return golden.call(port, arguments, control=control)
 

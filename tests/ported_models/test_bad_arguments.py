@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from vc_jax.models import VideoDiTConfig, minimax_packing
+from vc_jax.models import VideoDiTConfig
 from vc_jax.models.hunyuan_video15 import HunyuanVideo15Config
 from vc_jax.models.longcat_video import LongCatVideoConfig
-from vc_jax.models.minimax_h3 import MiniMaxH3Config
+from vc_jax.models.minimax_h3 import MiniMaxH3Config, packed_layout
 from vc_jax.models.sampling import sample
 from vc_jax.models.wan import I2V_A14B, Wan, WanConfig
 
@@ -39,7 +39,7 @@ def sampling_case(name: str) -> tuple[Any, dict[str, Any]]:
         }
         return jnp.zeros((2, 32, 3, 5, 7)), rest
     if name == "minimax_h3":
-        layout = minimax_packing.packed_layout(np.ones(5, np.int32), (2, 4, 6), 3)
+        layout = packed_layout(np.ones(5, np.int32), (2, 4, 6), 3)
         latents = {"video": jnp.zeros((1, 12, 96)), "audio": jnp.zeros((1, 6, 32))}
         return latents, {"text": text[:, :5], "layout": layout}
     return jnp.zeros_like(given["hidden_states"]), {"text": text}

@@ -11,8 +11,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
-from vc_jax.models import checkpoint
-from vc_jax.models.checkpoint import CheckpointError
+from vc_jax.models.common import checkpoint
+from vc_jax.models.common.checkpoint import CheckpointError
 from vc_jax.models.minimax_h3 import MiniMaxH3
 from vc_jax.models.wan import Wan, WanConfig
 

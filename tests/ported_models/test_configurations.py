@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from vc_jax.models import minimax_packing
 from vc_jax.models.hunyuan_video15 import HUNYUAN_VIDEO_15, HunyuanVideo15, HunyuanVideo15Config
 from vc_jax.models.longcat_video import LONGCAT_VIDEO, LongCatVideo, LongCatVideoConfig
-from vc_jax.models.minimax_h3 import MINIMAX_H3, MiniMaxH3, MiniMaxH3Config
+from vc_jax.models.minimax_h3 import MINIMAX_H3, MiniMaxH3, MiniMaxH3Config, packed_layout
 from vc_jax.models.wan import I2V_A14B, T2V_A14B, TI2V_5B, Wan, WanConfig
 
 from . import golden
@@ -63,7 +62,7 @@ def full_size_inputs(name: str) -> tuple[tuple[Any, ...], Any]:
         text = (array(1, 1000, 3584), masks[0], array(1, 256, 1472), masks[1])
         return (array(1, 65, 31, 45, 80), batch, *text, array(1, 729, 1152)), (1, 32, 31, 45, 80)
     if name == "MiniMax-H3":
-        layout = minimax_packing.packed_layout(np.ones(500, np.int32), (37, 48, 84), 207)
+        layout = packed_layout(np.ones(500, np.int32), (37, 48, 84), 207)
         rows = [len(layout.video_indices), len(layout.audio_indices)]
         data = array(1, rows[0], 96), array(1, rows[1], 32), array(1, 500, 5120)
         rest = array(2, dtype=jnp.float32), array(len(layout.tags), dtype=jnp.int32), layout

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from vc_jax.models import layers
+from vc_jax.models.common import layers
+from vc_jax.models.common.layers import grid_rope, rotate_pairs
 from vc_jax.models.hunyuan_video15 import HunyuanVideo15Config
-from vc_jax.models.layers import grid_rope, rotate_pairs
 
 from . import golden, renamed
 

@@ -9,12 +9,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from vc_jax.models import layers, released_layouts
+from vc_jax.models.common import layers
+from vc_jax.models.common.tensor_map import Entry, TensorMap
 from vc_jax.models.hunyuan_video15 import HunyuanVideo15, HunyuanVideo15Config
-from vc_jax.models.layout import Entry, Layout
+from vc_jax.models.hunyuan_video15 import tensors as hunyuan_tensors
 from vc_jax.models.longcat_video import LongCatVideo, LongCatVideoConfig
+from vc_jax.models.longcat_video import tensors as longcat_tensors
 from vc_jax.models.minimax_h3 import MiniMaxH3, MiniMaxH3Config
+from vc_jax.models.minimax_h3 import tensors as minimax_tensors
 from vc_jax.models.wan import Wan, WanConfig
+from vc_jax.models.wan import tensors as wan_tensors
 
 WAN = WanConfig(num_layers=2, num_heads=2, head_dim=6, ffn_dim=5, text_dim=4)
 HUNYUAN = HunyuanVideo15Config(
@@ -32,7 +36,7 @@ MODELS = {
 }
 
 
-def entry(layout: Layout, parameter: str) -> Entry:
+def entry(layout: TensorMap, parameter: str) -> Entry:
     return next(entry for entry in layout.entries if entry.parameter == parameter)
 
 
@@ -44,7 +48,7 @@ def rows(count: int, columns: int | None = None) -> np.ndarray:
 
 def test_minimax_raw_queries_keys_values_are_interleaved_by_head():
     heads, size, width = 3, 6, 5
-    load = entry(released_layouts.minimax_original(MINIMAX), "blocks.qkv.kernel").load
+    load = entry(minimax_tensors.original(MINIMAX), "blocks.qkv.kernel").load
     kernel = load(rows(heads * 3 * size, width))
     assert kernel.shape == (width, 3, heads, size)
     for head in range(heads):
@@ -56,7 +60,7 @@ def test_minimax_raw_queries_keys_values_are_interleaved_by_head():
 
 def test_longcat_fused_rows_are_part_then_head_then_channel():
     heads, size, width = 2, 6, 12
-    layout = released_layouts.longcat_original(LONGCAT)
+    layout = longcat_tensors.original(LONGCAT)
     for parameter, parts in (("blocks.qkv", 3), ("blocks.cross_kv", 2)):
         kernel = entry(layout, f"{parameter}.kernel").load(rows(parts * heads * size, width))
         bias = entry(layout, f"{parameter}.bias").load(rows(parts * heads * size))
@@ -68,7 +72,7 @@ def test_longcat_fused_rows_are_part_then_head_then_channel():
 
 
 def test_hunyuan_original_refiner_rows_are_query_key_value():
-    load = entry(released_layouts.hunyuan_original(HUNYUAN), "refiner.blocks.qkv.kernel").load
+    load = entry(hunyuan_tensors.original(HUNYUAN), "refiner.blocks.qkv.kernel").load
     kernel = load(rows(36, 12))
     assert [kernel[0, part, 0, 0] for part in range(3)] == [0, 12, 24]
 
@@ -76,8 +80,8 @@ def test_hunyuan_original_refiner_rows_are_query_key_value():
 @pytest.mark.parametrize(
     ("layout", "gate_rows"),
     [
-        (released_layouts.minimax_diffusers, [2, 3]),  # [value; gate]
-        (released_layouts.minimax_original, [0, 1]),  # [gate; value]
+        (minimax_tensors.diffusers, [2, 3]),  # [value; gate]
+        (minimax_tensors.original, [0, 1]),  # [gate; value]
     ],
 )
 def test_minimax_gate_is_found_in_either_order(layout, gate_rows):
@@ -95,7 +99,7 @@ def test_swiglu_applies_silu_to_the_gate_only():
 
 
 def test_longcat_gate_is_w1_and_value_is_w3():
-    gate_value = entry(released_layouts.longcat_original(LONGCAT), "blocks.ffn.gate_value")
+    gate_value = entry(longcat_tensors.original(LONGCAT), "blocks.ffn.gate_value")
     assert gate_value.names == ("blocks.{}.ffn.w1.weight", "blocks.{}.ffn.w3.weight")
     hidden = LONGCAT.ffn_dim
     kernel = gate_value.load(np.zeros((hidden, 12)), np.ones((hidden, 12)))
@@ -106,8 +110,8 @@ def test_longcat_gate_is_w1_and_value_is_w3():
 def test_hunyuan_final_shift_and_scale_change_places_between_layouts():
     width = HUNYUAN.hidden
     for layout, shift_rows in (
-        (released_layouts.hunyuan_original, np.arange(width)),  # shift, scale
-        (released_layouts.hunyuan_diffusers, np.arange(width, 2 * width)),  # scale, shift
+        (hunyuan_tensors.original, np.arange(width)),  # shift, scale
+        (hunyuan_tensors.diffusers, np.arange(width, 2 * width)),  # scale, shift
     ):
         declared = layout(HUNYUAN)
         kernel = entry(declared, "final_modulation.kernel").load(rows(2 * width, width))
@@ -118,8 +122,8 @@ def test_hunyuan_final_shift_and_scale_change_places_between_layouts():
 
 def test_wan_norm_before_cross_attention_is_norm2_or_norm3():
     names = {
-        released_layouts.wan_diffusers: "blocks.{}.norm2.weight",
-        released_layouts.wan_original: "blocks.{}.norm3.weight",
+        wan_tensors.diffusers: "blocks.{}.norm2.weight",
+        wan_tensors.original: "blocks.{}.norm3.weight",
     }
     for layout, name in names.items():
         assert entry(layout(WAN), "blocks.cross_norm.scale").names == (name,)
@@ -143,7 +147,7 @@ def test_patch_embedding_is_the_peers_convolution():
     latents = jnp.asarray(generator.normal(size=(1, 3, 2, 4, 6)), jnp.float32)
     convolved = jax.lax.conv_general_dilated(latents, jnp.asarray(weight), (1, 2, 2), "VALID")
     expected = convolved.reshape(1, config.hidden, -1).swapaxes(1, 2)
-    kernel = entry(released_layouts.wan_original(config), "patch_embedding.kernel").load(weight)
+    kernel = entry(wan_tensors.original(config), "patch_embedding.kernel").load(weight)
     np.testing.assert_allclose(layers.patchify(latents, (1, 2, 2)) @ kernel, expected, atol=1e-5)
 
 

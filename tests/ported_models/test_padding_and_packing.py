@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from vc_jax.models import hunyuan_video15, minimax_packing
+from vc_jax.models.hunyuan_video15 import HunyuanVideo15, HunyuanVideo15Config
+from vc_jax.models.minimax_h3 import packed_layout
 from vc_jax.models.wan import Wan
 
 from . import golden
@@ -60,10 +61,10 @@ def test_hunyuan_items_with_and_without_image_share_a_batch():
 
 
 def test_hunyuan_meanflow_adds_a_second_time():
-    config = hunyuan_video15.HunyuanVideo15Config(
+    config = HunyuanVideo15Config(
         num_layers=1, num_heads=1, head_dim=8, rope_axes=(4, 2, 2), use_meanflow=True
     )
-    port = golden.random_model(hunyuan_video15.HunyuanVideo15, config, dtype=jnp.float32)
+    port = golden.random_model(HunyuanVideo15, config, dtype=jnp.float32)
     one = port.time_embedding(jnp.array([500.0]), jnp.array([100.0]))
     other = port.time_embedding(jnp.array([500.0]), jnp.array([400.0]))
     assert not np.allclose(one, other)
@@ -153,7 +154,7 @@ def test_minimax_layout_is_the_peers():
     for case, keyframes in (("main", ("first",)), ("no_keyframe", ())):
         arguments, notes = data.arguments(case), data.case(case)["notes"]
         tags = arguments["token_tags"][: len(arguments["text_indices"])]
-        layout = minimax_packing.packed_layout(
+        layout = packed_layout(
             tags,
             tuple(notes["latent_grid_t_h_w"]),
             len(arguments["audio_indices"]) // 2,
@@ -171,16 +172,16 @@ def test_minimax_layout_is_the_peers():
 
 def test_minimax_last_keyframe_stands_at_the_last_frame():
     """A span of 5/3 before the end of the clip, whose frames span 1, 4, 4, 4, 4 pixel frames."""
-    layout = minimax_packing.packed_layout([1, 1, 1], (7, 2, 2), 1, keyframes=("last",))
+    layout = packed_layout([1, 1, 1], (7, 2, 2), 1, keyframes=("last",))
     assert layout.positions[3, 0] == pytest.approx(3 + 5 / 3 * (1 + 4 * 4 + 1 + 4) - 5 / 3)
     np.testing.assert_array_equal(layout.time_indices[:4], [0, 0, 0, 2])
 
 
 def test_minimax_layout_names_what_does_not_fit():
     with pytest.raises(ValueError, match="keyframes"):
-        minimax_packing.packed_layout([1], (2, 2, 2), 1, keyframes=("middle",))
+        packed_layout([1], (2, 2, 2), 1, keyframes=("middle",))
     with pytest.raises(ValueError, match="grid"):
-        minimax_packing.packed_layout([1], (2, 3, 2), 1)
+        packed_layout([1], (2, 3, 2), 1)
 
 
 def test_minimax_names_rows_that_do_not_fit_the_layout():

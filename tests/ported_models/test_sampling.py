@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import vc_jax
-from vc_jax.models import minimax_packing, sampling
+from vc_jax.models import sampling
 from vc_jax.models.attention import AttentionControl
 from vc_jax.models.longcat_video import KVCache
+from vc_jax.models.minimax_h3 import packed_layout
 from vc_jax.models.sampling import sample
 from vc_jax.models.wan import Wan
 
@@ -219,7 +220,7 @@ def test_longcat_guidance_shares_a_cache_between_its_halves():
 def test_minimax_follows_two_schedules_towards_the_data():
     data = golden.fixture("minimax_h3")
     port = data.model()
-    layout = minimax_packing.packed_layout(np.ones(5, np.int32), (2, 4, 6), 3, keyframes=("first",))
+    layout = packed_layout(np.ones(5, np.int32), (2, 4, 6), 3, keyframes=("first",))
     latents = {"video": noise(1, 12, 96), "audio": noise(1, 6, 32)}
     given = {
         "text": noise(1, 5, 48),
@@ -282,7 +283,7 @@ def test_low_bit_sampling_carries_a_state_and_stays_near_bf16():
     print(f"wan_ti2v, 4 steps with guidance 5, int8: {100 * error:.2f} %")
     assert 1e-4 < error < 0.05
     # Policies as arrays: every step, or every layer, in bf16.
-    everywhere = {"high_precision_steps": np.ones(4, bool)}
+    everywhere = {"bf16_steps_mask": np.ones(4, bool)}
     assert golden.relative_l2(run(CLUSTERED, **everywhere), exact) < 1e-5
 
 
@@ -299,7 +300,7 @@ def test_arguments_that_do_not_fit_are_named():
         sample(port, latents, positive, sampling=plain, schedule=schedule)
     with pytest.raises(ValueError, match=r"negative: .*txt.* is not in conditioning"):
         sample(port, latents, positive, negative={"txt": 0}, sampling=settings, progress=False)
-    with pytest.raises(ValueError, match=r"high_precision_steps: expected \[2\]"):
-        sample(port, latents, positive, sampling=plain, high_precision_steps=[True])
+    with pytest.raises(ValueError, match=r"bf16_steps_mask: expected \[2\]"):
+        sample(port, latents, positive, sampling=plain, bf16_steps_mask=[True])
     with pytest.raises(ValueError, match="latents: a dict"):
         sample(port, {"video": latents}, positive, sampling=plain)

@@ -8,8 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from vc_jax.models import schedulers
-from vc_jax.models.schedulers import Sampling, UniPC
+from vc_jax.models.common.schedulers import Sampling, UniPC
+from vc_jax.models.hunyuan_video15.config import SAMPLING_480P
+from vc_jax.models.longcat_video.config import LONGCAT_VIDEO_SAMPLING
+from vc_jax.models.minimax_h3.config import MINIMAX_H3_SAMPLING
+from vc_jax.models.wan.config import T2V_A14B_SAMPLING, TI2V_5B_SAMPLING
 
 
 def unipc_reference(sigmas, order, noise, velocity):
@@ -123,18 +126,18 @@ def test_a_starting_sigma_of_one_is_no_infinity():
 
 
 def test_grids_are_the_releases_own():
-    wan = schedulers.WAN_T2V_A14B
+    wan = T2V_A14B_SAMPLING
     assert wan.sigmas()[0] == pytest.approx(12 * 0.999 / (1 + 11 * 0.999))
     assert wan.sigmas()[-1] == 0.0
     assert wan.timesteps()[0] == 999.0
     assert (wan.timesteps() == np.floor(wan.timesteps())).all()
-    hunyuan = schedulers.HUNYUAN_480P
+    hunyuan = SAMPLING_480P
     np.testing.assert_allclose(hunyuan.sigmas()[:2], [1.0, 5 * 0.98 / (1 + 4 * 0.98)])
     assert hunyuan.timesteps()[0] == 1000.0
-    longcat = schedulers.LONGCAT
+    longcat = LONGCAT_VIDEO_SAMPLING
     np.testing.assert_allclose(longcat.sigmas()[:-1], np.linspace(1.0, 0.001, 50))
     assert longcat.sigmas()[-1] == 0.0
-    minimax = schedulers.MINIMAX
+    minimax = MINIMAX_H3_SAMPLING
     base = np.linspace(1.0, 0.0, 50)
     np.testing.assert_allclose(minimax.sigmas(), 12 * base / (1 + 11 * base))
     audio = minimax.timesteps(minimax.audio_shift)
@@ -143,14 +146,14 @@ def test_grids_are_the_releases_own():
 
 
 def test_experts_change_at_the_boundary():
-    t2v = schedulers.WAN_T2V_A14B
+    t2v = T2V_A14B_SAMPLING
     high = t2v.high_noise()
     assert high[0]
     assert not high[-1]
     np.testing.assert_array_equal(high, t2v.timesteps() >= 875)
     assert set(t2v.guidance_scales()[high]) == {4.0}
     assert set(t2v.guidance_scales()[~high]) == {3.0}
-    assert schedulers.WAN_TI2V_5B.high_noise().all()
+    assert TI2V_5B_SAMPLING.high_noise().all()
 
 
 @pytest.mark.parametrize(
@@ -175,4 +178,4 @@ def test_experts_change_at_the_boundary():
 )
 def test_settings_out_of_range_are_named(field_name, value):
     with pytest.raises(ValueError, match=f"{field_name}: expected"):
-        dataclasses.replace(schedulers.LONGCAT, **{field_name: value})
+        dataclasses.replace(LONGCAT_VIDEO_SAMPLING, **{field_name: value})

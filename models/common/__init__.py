@@ -1,0 +1,1 @@
+"""What the video models share; nothing here knows a single model."""

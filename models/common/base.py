@@ -1,0 +1,274 @@
+"""What the ported models share as Flax NNX modules: stacked blocks, loading, saving, state."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from ..attention import AttentionControl, AttentionLike, check_attention
+from . import checkpoint
+from .checks import Dims, check_shape
+from .schedulers import Sampling
+from .tensor_map import TensorMap
+
+
+def stack_blocks(create: Callable[[nnx.Rngs], nnx.Module], layers: int, rngs: nnx.Rngs) -> Any:
+    """`layers` copies of a block as one module whose parameters have a leading layer axis."""
+
+    @nnx.split_rngs(splits=layers)
+    @nnx.vmap(in_axes=(0,), out_axes=0)
+    def stacked(rngs: nnx.Rngs) -> nnx.Module:
+        return create(rngs)
+
+    return stacked(rngs)
+
+
+def run_blocks(
+    blocks: nnx.Module,
+    body: Callable[[Any, Any, Any], tuple[Any, Any]],
+    carry: Any,
+    per_layer: Any = None,
+    *,
+    scan: bool = True,
+    remat: bool = False,
+) -> tuple[Any, Any]:
+    """Runs stacked blocks in order: `body(block, carry, layer_inputs) -> (carry, layer_outputs)`.
+
+    Args:
+      blocks: from `stack_blocks`.
+      body: one layer; `block` is a module of one layer's parameters.
+      carry: what goes from layer to layer.
+      per_layer: a pytree with a leading layer axis, sliced for each layer.
+      scan: one compiled block in a `lax.scan`, or a Python loop (longer to compile; shows every
+        layer to callbacks and profilers).
+      remat: recompute each layer in the backward pass.
+
+    Returns:
+      The last carry and the layers' outputs stacked on a leading axis.
+    """
+    graphdef, parameters = nnx.split(blocks)
+
+    def layer(carry: Any, inputs: Any) -> tuple[Any, Any]:
+        parameters, extra = inputs
+        return body(nnx.merge(graphdef, parameters), carry, extra)
+
+    if remat:
+        layer = jax.checkpoint(layer, prevent_cse=not scan)
+    if scan:
+        return jax.lax.scan(layer, carry, (parameters, per_layer))
+    outputs = []
+    for index in range(jax.tree.leaves(parameters)[0].shape[0]):
+        carry, output = layer(carry, _slice((parameters, per_layer), index))
+        outputs.append(output)
+    return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
+
+
+def _slice(tree: Any, index: int) -> Any:
+    return jax.tree.map(lambda x: x[index], tree)
+
+
+class VideoTransformer(nnx.Module):
+    """Base of the ported models.
+
+    A subclass sets `config_class` and `layouts` (checkpoint layouts by name), and takes
+    `(config, *, attention, cross_attention, dtype, scan_layers, remat, rngs)`. An unknown attention
+    is refused before anything is made: `ValueError` or `TypeError` by argument.
+    """
+
+    config_class: ClassVar[type]
+    layouts: ClassVar[dict[str, Callable[[Any], TensorMap]]]
+    batch_axes: ClassVar[dict[str, int]] = {}
+    """Batch axis of conditioning entries in which it is not the first."""
+
+    config: Any
+    blocks: Any
+    attention: AttentionLike
+    scan_layers: bool
+    remat: bool
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        attention: AttentionLike = "bf16",
+        cross_attention: AttentionLike = "bf16",
+        dtype: DTypeLike = jnp.bfloat16,
+        scan_layers: bool = True,
+        remat: bool = False,
+    ):
+        if not isinstance(config, self.config_class):
+            expected = self.config_class.__name__
+            raise TypeError(f"config: expected a {expected}, got {type(config).__name__}")
+        check_attention(attention)
+        check_attention(cross_attention, "cross_attention")
+        self.config = config
+        self.attention = attention
+        self.cross_attention = cross_attention
+        self.dtype = jnp.dtype(dtype)
+        self.scan_layers = scan_layers
+        self.remat = remat
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        config: Any = None,
+        dtype: DTypeLike = jnp.bfloat16,
+        sharding: checkpoint.ShardingLike = None,
+        **options: Any,
+    ) -> Self:
+        """Loads safetensors, tensor by tensor, into the stacked parameters.
+
+        Args:
+          path: a folder with `config.json` and one or more `.safetensors` (with an index when
+            there are several), or one `.safetensors` file. The layout (diffusers or original)
+            is recognised by the tensors' names.
+          config: overrides `config.json`; needed where there is none.
+          dtype: of the matrices and the computation; norms, time embeddings and what else the
+            peer keeps in float32 stay float32.
+          sharding: a `jax.sharding.Sharding` for every parameter, or a function of the
+            parameter's dotted name and shape that returns one; None for the default device.
+          **options: further arguments of the constructor (`attention`, `scan_layers`, ...).
+
+        Raises:
+          FileNotFoundError: no safetensors at `path`.
+          checkpoint.CheckpointError: missing, unexpected and mis-shaped tensors, all in one list.
+          ValueError, TypeError: an unknown attention, before any file is opened; a field of the
+            configuration.
+        """
+        for name in ("attention", "cross_attention"):
+            if name in options:
+                check_attention(options[name], name)
+        reader = checkpoint.Reader(path)
+        if config is None:
+            config = cls.config_class.from_dict(reader.config())
+        config = cls.adapt_config(config, reader.shapes)
+        abstract = nnx.eval_shape(
+            lambda: cls(config, dtype=dtype, rngs=nnx.Rngs(0), **options)  # type: ignore[call-arg]
+        )
+        name = checkpoint.detect_layout(
+            {name: layout(config) for name, layout in cls.layouts.items()}, reader
+        )
+        return checkpoint.load(abstract, cls.layouts[name](config), reader, sharding)
+
+    @classmethod
+    def adapt_config(cls, config: Any, shapes: dict[str, tuple[int, ...]]) -> Any:
+        """Fills in what a configuration does not say but the tensors do."""
+        return config
+
+    def to_pretrained(
+        self, path: str | Path, *, layout: str = "diffusers", max_shard_bytes: int = 5 * 10**9
+    ) -> None:
+        """Writes `config.json` and safetensors in a layout; loading them again is exact.
+
+        Args:
+          path: a folder, created if needed.
+          layout: a key of `layouts`.
+          max_shard_bytes: a new file is begun when a shard would exceed this.
+
+        Raises:
+          ValueError: an unknown layout, or a folder that already holds safetensors (a reader
+            would take the old files for part of the model).
+        """
+        if layout not in self.layouts:
+            raise ValueError(f"layout: expected one of {sorted(self.layouts)}, got {layout!r}")
+        folder = Path(path)
+        if folder.is_dir() and any(folder.glob("*.safetensors*")):
+            raise ValueError(f"path: {folder} already holds safetensors")
+        folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(self.config.to_dict(layout), indent=2)
+        (folder / "config.json").write_text(text + "\n")
+        checkpoint.save(self, self.layouts[layout](self.config), folder, max_shard_bytes)
+
+    def num_parameters(self) -> int:
+        """Number of parameters; works on an abstract model (`nnx.eval_shape`) too."""
+        return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(self, nnx.Param)))
+
+    def block(self, index: int) -> Any:
+        """One layer's block, as a module of its own."""
+        graphdef, parameters = nnx.split(self.blocks)
+        return nnx.merge(graphdef, _slice(parameters, index))
+
+    @property
+    def sampling(self) -> Sampling:
+        """The release's own sampling settings."""
+        raise NotImplementedError
+
+    def conditioning_keys(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Names of the conditioning's entries: those that it must have, and those that it may."""
+        raise NotImplementedError
+
+    def conditioning_shapes(self, latents: Any, conditioning: dict[str, Any]) -> dict[str, Dims]:
+        """Shapes of those entries that are single arrays. Checks the latents.
+
+        Raises:
+          ValueError: latents of another shape.
+        """
+        raise NotImplementedError
+
+    def check_conditioning(self, conditioning: dict[str, Any]) -> None:
+        """Refuses a conditioning with unknown or without needed entries.
+
+        Raises:
+          ValueError: names the entries, and those that the model takes.
+        """
+        needed, optional = self.conditioning_keys()
+        accepted = f"{type(self).__name__} takes {sorted(needed)} and optionally {sorted(optional)}"
+        unknown = sorted(set(conditioning) - {*needed, *optional})
+        if unknown:
+            raise ValueError(f"conditioning: unknown {unknown}; {accepted}")
+        missing = sorted(name for name in needed if conditioning.get(name) is None)
+        if missing:
+            raise ValueError(f"conditioning: {missing} missing; {accepted}")
+
+    def check_sampling(self, latents: Any, conditioning: dict[str, Any]) -> None:
+        """Refuses latents and conditioning that do not fit the model or each other.
+
+        Raises:
+          ValueError: names the argument or entry.
+        """
+        self.check_conditioning(conditioning)
+        shapes = self.conditioning_shapes(latents, conditioning)
+        for name, value in conditioning.items():
+            if name in shapes and value is not None:
+                check_shape(f"conditioning[{name!r}]", value, shapes[name])
+
+    def sampling_state(self, latents: Any, conditioning: dict[str, Any]) -> Any:
+        """A fresh state for sampling these latents (both guided halves)."""
+        raise NotImplementedError
+
+    def impose(self, latents: Any, conditioning: dict[str, Any]) -> Any:
+        """Latents with the parts put in that the conditioning gives."""
+        return latents
+
+    def denoise(
+        self, latents: Any, time: Any, conditioning: dict[str, Any], control: AttentionControl
+    ) -> tuple[Any, Any]:
+        """The velocity noise − data and the new state, at the time that the schedule names."""
+        raise NotImplementedError
+
+    def init_attention_state(self, batch: int, kv_length: int) -> Any:
+        """A fresh V-Smooth state for all layers of one self-attention call per layer.
+
+        Args:
+          batch: rows of the batch, both halves of a guided batch included.
+          kv_length: keys of the call (padding included).
+        """
+        import vc_jax
+
+        if callable(self.attention):
+            raise ValueError("attention: a callable keeps no state; pass a preset or a config")
+        return vc_jax.init_state(
+            self.attention,
+            batch,
+            kv_length,
+            self.config.num_heads,
+            self.config.head_dim,
+            layers=self.config.num_layers,
+        )

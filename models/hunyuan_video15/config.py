@@ -1,0 +1,148 @@
+"""Sizes of HunyuanVideo-1.5, its configuration files and how it is sampled."""
+
+import dataclasses
+from typing import Any
+
+from ..common import checks
+from ..common.schedulers import Sampling
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HunyuanVideo15Config:
+    """Sizes; the defaults are those of every released HunyuanVideo-1.5 transformer.
+
+    `in_channels` counts the latents (32), the condition latents (32) and the mask (1).
+
+    Raises:
+      ValueError: a field out of range, by name.
+    """
+
+    num_layers: int = 54
+    num_refiner_layers: int = 2
+    num_heads: int = 16
+    head_dim: int = 128
+    in_channels: int = 65
+    out_channels: int = 32
+    mlp_ratio: float = 4.0
+    refiner_mlp_ratio: float = 4.0
+    text_dim: int = 3584
+    byt5_dim: int = 1472
+    byt5_hidden: int = 2048
+    image_dim: int = 1152
+    freq_dim: int = 256
+    patch: tuple[int, int, int] = (1, 1, 1)
+    rope_axes: tuple[int, int, int] = (16, 56, 56)
+    rope_theta: float = 256.0
+    use_meanflow: bool = False
+    epsilon: float = 1e-6
+
+    def __post_init__(self):
+        checks.check_fields(self)
+        checks.check_even(self, "head_dim", "freq_dim")
+        if any(axis % 2 for axis in self.rope_axes) or sum(self.rope_axes) != self.head_dim:
+            raise ValueError(
+                f"rope_axes: expected three even numbers that sum to head_dim = {self.head_dim}, "
+                f"got {self.rope_axes}"
+            )
+
+    @property
+    def hidden(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any]) -> "HunyuanVideo15Config":
+        """From the `config.json` of either layout.
+
+        Raises:
+          NotImplementedError: single-stream blocks (HunyuanVideo-1.5 has none).
+          ValueError: a field out of range.
+        """
+        if "heads_num" in config:
+            return cls._from_original(config)
+        patch = config.get("patch_size", 1)
+        return cls(
+            num_layers=config["num_layers"],
+            num_refiner_layers=config["num_refiner_layers"],
+            num_heads=config["num_attention_heads"],
+            head_dim=config["attention_head_dim"],
+            in_channels=config["in_channels"],
+            out_channels=config["out_channels"],
+            mlp_ratio=config["mlp_ratio"],
+            text_dim=config["text_embed_dim"],
+            byt5_dim=config["text_embed_2_dim"],
+            image_dim=config["image_embed_dim"],
+            patch=(config.get("patch_size_t", 1), patch, patch),
+            rope_axes=tuple(config["rope_axes_dim"]),
+            rope_theta=config["rope_theta"],
+            use_meanflow=config.get("use_meanflow", False),
+        )
+
+    @classmethod
+    def _from_original(cls, config: dict[str, Any]) -> "HunyuanVideo15Config":
+        if config.get("mm_single_blocks_depth"):
+            raise NotImplementedError("mm_single_blocks_depth: single-stream blocks")
+        # Condition latents and mask are concatenated to the latents' own channels.
+        channels = config["in_channels"]
+        channels = 2 * channels + 1 if config.get("concat_condition", True) else channels
+        return cls(
+            num_layers=config["mm_double_blocks_depth"],
+            num_heads=config["heads_num"],
+            head_dim=checks.share_of_heads(
+                "hidden_size", config["hidden_size"], config["heads_num"]
+            ),
+            in_channels=channels,
+            out_channels=config["out_channels"],
+            mlp_ratio=config["mlp_width_ratio"],
+            text_dim=config["text_states_dim"],
+            image_dim=config["vision_states_dim"],
+            patch=tuple(config["patch_size"]),
+            rope_axes=tuple(config["rope_dim_list"]),
+            rope_theta=config.get("rope_theta", 256.0),
+            use_meanflow=config.get("use_meanflow", False),
+        )
+
+    def to_dict(self, layout: str) -> dict[str, Any]:
+        if layout == "original":
+            return {
+                "_class_name": "HunyuanVideo_1_5_DiffusionTransformer",
+                "mm_double_blocks_depth": self.num_layers,
+                "mm_single_blocks_depth": 0,
+                "heads_num": self.num_heads,
+                "hidden_size": self.hidden,
+                "in_channels": (self.in_channels - 1) // 2,
+                "concat_condition": True,
+                "out_channels": self.out_channels,
+                "mlp_width_ratio": self.mlp_ratio,
+                "text_states_dim": self.text_dim,
+                "vision_states_dim": self.image_dim,
+                "patch_size": list(self.patch),
+                "rope_dim_list": list(self.rope_axes),
+                "rope_theta": self.rope_theta,
+                "use_meanflow": self.use_meanflow,
+            }
+        return {
+            "_class_name": "HunyuanVideo15Transformer3DModel",
+            "num_layers": self.num_layers,
+            "num_refiner_layers": self.num_refiner_layers,
+            "num_attention_heads": self.num_heads,
+            "attention_head_dim": self.head_dim,
+            "in_channels": self.in_channels,
+            "out_channels": self.out_channels,
+            "mlp_ratio": self.mlp_ratio,
+            "text_embed_dim": self.text_dim,
+            "text_embed_2_dim": self.byt5_dim,
+            "image_embed_dim": self.image_dim,
+            "patch_size": self.patch[1],
+            "patch_size_t": self.patch[0],
+            "qk_norm": "rms_norm",
+            "rope_axes_dim": list(self.rope_axes),
+            "rope_theta": self.rope_theta,
+            "use_meanflow": self.use_meanflow,
+        }
+
+
+HUNYUAN_VIDEO_15 = HunyuanVideo15Config()
+
+SAMPLING_480P = Sampling(num_steps=50, shift=5.0, grid="flow", guidance=6.0)
+SAMPLING_720P_T2V = dataclasses.replace(SAMPLING_480P, shift=9.0)
+SAMPLING_720P_I2V = dataclasses.replace(SAMPLING_480P, shift=7.0)
