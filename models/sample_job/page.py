@@ -1,5 +1,6 @@
 """The report as one self-contained page: no script, picture or font comes from elsewhere."""
 
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ def make_page(
       differences: brightened differences to the reference by the same titles.
     """
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader(__package__, ""),
+        loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
     )
