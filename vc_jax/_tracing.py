@@ -2,6 +2,8 @@
 
 import functools
 import operator
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,11 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array
+
+
+def jit[**P, R](**options: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """`jax.jit` as a decorator that keeps a function's types: JAX's own returns `Any`."""
+    return functools.partial(jax.jit, **options)
 
 
 def filled(shape: tuple[int, ...], fill: float | int, *like: Array, dtype=jnp.float32) -> Array:
