@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool
 
 from ._config import AttentionConfig, resolve_config
 from ._quantize import NVFP4_GROUP
-from ._tracing import concrete, is_concrete
+from ._tracing import concrete, is_concrete, is_symbolic
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
@@ -136,6 +136,13 @@ def check_shapes(query, key, value) -> None:
         if array.ndim != query.ndim:
             raise ValueError(
                 f"{name} must have {query.ndim} axes as query has, got shape {array.shape}"
+            )
+        fixed = array.shape[-2:] if name == "query" else array.shape[-3:]
+        if any(map(is_symbolic, fixed)):
+            raise ValueError(
+                f"{name} must have fixed {'N and H' if name == 'query' else 'S, K and H'} to be "
+                f"exported (B and T may be symbols, and key_value_seq_lengths says how many of S "
+                f"keys count), got shape {array.shape}"
             )
         if 0 in array.shape:
             raise ValueError(f"{name} must not be empty, got shape {array.shape}")

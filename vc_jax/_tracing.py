@@ -2,13 +2,21 @@
 
 import functools
 import operator
+from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array
+
+
+def jit[**P, R](**options: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """`jax.jit` as a decorator that keeps a function's types: JAX's own returns `Any`."""
+    return functools.partial(jax.jit, **options)
 
 
 def filled(shape: tuple[int, ...], fill: float | int, *like: Array, dtype=jnp.float32) -> Array:
@@ -18,6 +26,11 @@ def filled(shape: tuple[int, ...], fill: float | int, *like: Array, dtype=jnp.fl
     """
     scalars = [lax.full_like(x, 0, dtype=jnp.float32, shape=()) for x in like]
     return lax.full_like(functools.reduce(operator.add, scalars), fill, dtype=dtype, shape=shape)
+
+
+def is_symbolic(size: Any) -> bool:
+    """Whether a size is a symbol of `jax.export`, known only when the exported function runs."""
+    return jax.export.is_symbolic_dim(size)
 
 
 def is_concrete(value) -> bool:

@@ -177,8 +177,8 @@ def similar_clusters_together(centroids: Float[Array, "*batch k h"]) -> Int[Arra
         left = left.at[rows, current].set(jnp.inf)
         return places, left, jnp.argmin(distance[rows, current] + left, -1)
 
-    places = filled((len(rows), clusters), 0, centroids, dtype=jnp.int32)
-    left = filled((len(rows), clusters), 0, centroids)
+    places = filled((rows.shape[0], clusters), 0, centroids, dtype=jnp.int32)
+    left = filled((rows.shape[0], clusters), 0, centroids)
     places, _, _ = lax.fori_loop(0, clusters, visit, (places, left, start))
     return places.reshape(*batch, clusters)
 
