@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ._arguments import Inputs
 from ._config import AttentionConfig, check_integer, default_clusters, resolve_config
 from ._preprocessing import key_order
-from ._tracing import is_symbolic
+from ._tracing import Size, is_symbolic
 from ._vsmooth import sequence_order
 from .pallas_kernels._varying import vary_together
 
@@ -71,7 +71,7 @@ def init_state(
 
 
 def _empty_state(
-    config: AttentionConfig, batch: int, length: int, heads: int, size: int, layers: int | None
+    config: AttentionConfig, batch: Size, length: int, heads: int, size: int, layers: int | None
 ) -> AttentionState:
     lead = () if layers is None else (layers,)
     length = length if config.clustered else 0
