@@ -13,7 +13,6 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array
 
-
 Size = Any
 """A length: an `int`, or a symbolic dimension of `jax.export`, which has no public type."""
 
