@@ -113,7 +113,7 @@ class HunyuanVideo15(VideoTransformer):
         volume = math.prod(config.patch)
 
         def time_mlp() -> layers.Mlp:
-            return layers.Mlp(config.freq_dim, width, width, jax.nn.silu, rngs=rngs, dtype=exact)
+            return layers.Mlp(config.freq_dim, width, width, layers.silu, rngs=rngs, dtype=exact)
 
         self.patch_embedding = layers.linear(
             config.in_channels * volume, width, rngs=rngs, dtype=dtype

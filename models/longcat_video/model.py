@@ -53,7 +53,7 @@ class LongCatVideo(VideoTransformer):
             config.in_channels * volume, width, rngs=rngs, dtype=self.dtype
         )
         self.time_mlp = layers.Mlp(
-            config.freq_dim, time_dim, time_dim, jax.nn.silu, rngs=rngs, dtype=exact
+            config.freq_dim, time_dim, time_dim, layers.silu, rngs=rngs, dtype=exact
         )
         self.text_mlp = layers.Mlp(
             config.text_dim, width, width, layers.gelu_tanh, rngs=rngs, dtype=self.dtype

@@ -112,7 +112,7 @@ class MiniMaxH3(VideoTransformer):
             config.freq_dim,
             config.time_hidden,
             config.time_dim,
-            jax.nn.silu,
+            layers.silu,
             rngs=rngs,
             dtype=exact,
         )
