@@ -1,5 +1,6 @@
 """The checker of shapes and dtypes that `conftest.py` puts on every function of the package."""
 
+import sys
 from collections.abc import Callable
 
 import jax
@@ -47,15 +48,19 @@ def checked(function: Callable) -> Callable:
 
 
 def _of_arrays(check: Callable) -> Callable:
-    """The check of a container, where it holds arrays.
+    """The check of a container, where the package makes it of arrays.
 
-    JAX's transformations also build it of placeholders, shapes, axes and partition specifications.
+    JAX's transformations also build it: of placeholders, shapes, axes and partition specifications,
+    and of arrays with an axis more.
     """
 
     def check_arrays(*arguments, **named) -> None:
+        caller = sys._getframe(1)
+        while caller.f_back and caller.f_globals["__name__"].startswith("jaxtyping"):
+            caller = caller.f_back
+        by_jax = caller.f_globals["__name__"].startswith("jax.")
         fields = [*arguments[1:], *named.values()]
-        arrays = any(isinstance(x, jax.Array) for x in fields)
-        if arrays and all(x is None or isinstance(x, jax.Array | bool) for x in fields):
+        if not by_jax and all(x is None or isinstance(x, jax.Array | bool) for x in fields):
             check(*arguments, **named)
 
     return check_arrays
