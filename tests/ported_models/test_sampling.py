@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import vc_jax
-from vc_jax.models import sampling
 from vc_jax.models.attention import AttentionControl
 from vc_jax.models.longcat_video import KVCache
 from vc_jax.models.minimax_h3 import packed_layout
@@ -83,13 +82,13 @@ def test_wan_image_to_video_keeps_the_first_frame():
 
 
 def test_wan_experts_change_at_the_boundary_and_the_state_is_reset(monkeypatch):
-    resets = []
+    resets, reset = [], vc_jax.reset
 
     def counted(state: Any) -> Any:
         jax.debug.callback(lambda: resets.append(state))
-        return vc_jax.reset(state)
+        return reset(state)
 
-    monkeypatch.setattr(sampling, "_reset", counted)
+    monkeypatch.setattr(vc_jax, "reset", counted)
     name = "wan_t2v"
     high = golden.fixture(name).model(attention=CLUSTERED, cross_attention="bf16")
     low = golden.fixture(name).model(attention=CLUSTERED, cross_attention="bf16")
