@@ -35,15 +35,20 @@ def _config(**fields) -> vc_jax.AttentionConfig:
     return vc_jax.AttentionConfig(**fields)
 
 
-_HADAMARD = {"smooth_values": False, "softmax": "exp"}
+_HADAMARD = {"smooth_values": False, "balance_channels": False, "softmax": "exp"}
 METHODS: dict[str, vc_jax.AttentionConfig] = {
     "SageAttention2-like (INT8 QK, FP8 PV)": _config(qk="int8", rotate=False, **_HADAMARD),
     "FP8 + Hadamard": _config(qk="e4m3", pv="e4m3", center_keys=False, **_HADAMARD),
     "V-Smooth, exp": _config(qk="int8", softmax="exp"),
     "V-Smooth, ExpCast as in the paper": _config(qk="int8", softmax="expcast_running"),
+    "INT8 QK, block-anchored ExpCast, channels as they are": _config(balance_channels=False),
+    "the same with E4M3 QK": _config(qk="e4m3", balance_channels=False),
     "V-Smooth, block-anchored ExpCast (int8)": vc_jax.PRESETS["int8"],
     "the same with E4M3 QK (fp8)": vc_jax.PRESETS["fp8"],
     "NVFP4": _config(qk="nvfp4", pv="nvfp4", **_HADAMARD),
+    "NVFP4, V-Smooth, channels as they are": _config(
+        qk="nvfp4", pv="nvfp4", softmax="exp", balance_channels=False
+    ),
     "NVFP4, V-Smooth (nvfp4)": vc_jax.PRESETS["nvfp4"],
 }
 """What the table compares."""
@@ -101,9 +106,11 @@ def energy_removed(value: np.ndarray) -> float:
 def _restored(query, key, value, order, config, smooth):
     query, key, value = (x[None, :, None] for x in (query, key, value))
     mean = vc_jax.mean_key(key) if config.center_keys else None
-    prepared = vc_jax.prepare(
-        query, key, value, config, order=order[None, None], key_mean=mean, smooth=smooth
-    )
+    balance = None
+    if config.balance_channels:
+        balance = vc_jax.channel_balance(query, key, key_mean=mean)
+    common = {"key_mean": mean, "balance": balance, "smooth": smooth}
+    prepared = vc_jax.prepare(query, key, value, config, order=order[None, None], **common)
     return vc_jax.restore(prepared)
 
 

@@ -111,26 +111,28 @@ def stages(workload: Workload, inputs: Inputs, presets: Sequence[str]) -> list[S
 def _preparation_stages(inputs: Inputs, order, presets: Sequence[str]) -> Iterator[Stage]:
     query, key, value = inputs
     count = jnp.full(key.shape[0], key.shape[1], jnp.int32)
-    mean_of = functools.partial(_fused.key_mean_fused, key_valid=None, kv_count=None)
-    yield _stage("key mean", mean_of, key)
-    mean = jax.jit(mean_of)(key)
+    config = vc_jax.PRESETS[presets[0]] if presets else vc_jax.PRESETS["int8"]
+    sizes = functools.partial(_fused.channel_sizes_fused, config=config)
+    yield _stage("key mean and balance", sizes, query, key)
+    mean, balance = jax.jit(sizes)(query, key)
     ones = jnp.ones((key.shape[0], key.shape[2]), jnp.float32)
     for preset in presets:
         formats = {"rotate": True, "code_dtype": _code_dtype(preset)}
         quantise = functools.partial(preparation.quantize_keys, **formats)
-        yield _stage(f"keys, {preset}", quantise, key, count, order, mean)
+        yield _stage(f"keys, {preset}", quantise, key, count, order, mean, balance)
         quantise = functools.partial(preparation.quantize_queries, scale=0.1, **formats)
-        yield _stage(f"queries, {preset}", quantise, query, ones, ones)
+        yield _stage(f"queries, {preset}", quantise, query, ones, ones, balance)
     yield _stage("value statistics", preparation.value_statistics, value, count, order)
     means, largest = jax.jit(preparation.value_statistics)(value, count, order)
     scale = _prepare.value_scale_of(largest, means)
-    yield _stage("values", preparation.quantize_values, value, count, order, means, scale)
-    maxima = functools.partial(preparation.channel_statistics, maximum=True)
-    yield _stage("value maxima (after the window)", maxima, value)
-    bare = lambda value, count, order, scale: preparation.quantize_values(  # noqa: E731
-        value, count, order, None, scale
+    scaled = _prepare.scaled_means(means, scale)
+    yield _stage("values", preparation.quantize_values, value, count, order, scaled, scale)
+    ends = functools.partial(preparation.channel_statistics, wanted=("sum", "high", "low"))
+    yield _stage("value mean and ends (after the window)", ends, value)
+    one = scale[:, :, None]
+    yield _stage(
+        "values (after the window)", preparation.quantize_values, value, count, order, one, scale
     )
-    yield _stage("values (after the window)", bare, value, count, order, scale)
 
 
 def _code_dtype(preset: str):
@@ -164,11 +166,10 @@ def _whole_preparations(inputs: Inputs, order, presets: Sequence[str]) -> Iterat
         for smooth in (True, False):
 
             def prepare(query, key, value, order, preset=preset, smooth=smooth):
-                mean = _fused.key_mean_fused(key, None, None)
                 config = vc_jax.PRESETS[preset]
-                return _fused.prepare_fused(
-                    query, key, value, config, order=order, mean=mean, smooth=smooth
-                )
+                mean, balance = _fused.channel_sizes_fused(query, key, config)
+                common = {"order": order, "key_mean": mean, "balance": balance, "smooth": smooth}
+                return _fused.prepare_fused(query, key, value, config, **common)
 
             # The key mean and the value scales are of all tokens: keys and values are read twice.
             reads = query + 2 * key + 2 * value + (3 if smooth else 2) * bytes_of(order)
@@ -203,7 +204,7 @@ def _bare_kmeans(value, clusters: int, stride: int) -> Stage:
 
     def run(value):
         start = _fused.starting_rows(value, None, clusters)
-        labels, centroids = clustering.kmeans(value, start, steps, stride=stride)
+        labels, centroids = clustering.kmeans(value, start, start, steps, stride=stride)
         return labels.label, centroids
 
     which = "all tokens" if stride == 1 else f"every {stride}th token"
@@ -220,9 +221,11 @@ def check_codes(workload: Workload, preset: str, tokens: int = 4096, heads: int 
     place = jax.random.uniform(jax.random.key(1), (small.batch, small.heads, small.length))
     order = jnp.argsort(place, -1).astype(jnp.int32)
     mean = vc_jax.mean_key(inputs.key)
-    common = {"config": config, "order": order}
-    with_xla = _untuned(functools.partial(vc_jax.prepare, **common))(*inputs, key_mean=mean)
-    fused = jax.jit(functools.partial(_fused.prepare_fused, **common))(*inputs, mean=mean)
+    balance = vc_jax.channel_balance(inputs.query, inputs.key, key_mean=mean)
+    fixed = {"config": config, "order": order}
+    given = {"key_mean": mean, "balance": balance}
+    with_xla = _untuned(functools.partial(vc_jax.prepare, **fixed))(*inputs, **given)
+    fused = jax.jit(functools.partial(_fused.prepare_fused, **fixed))(*inputs, **given)
     found: dict[str, Any] = {"preset": preset, "tokens": small.length, "heads": small.heads}
     for name in ("query_codes", "key_codes", "value_codes"):
         one, other = (getattr(x, name).astype(jnp.float32) for x in (with_xla, fused))

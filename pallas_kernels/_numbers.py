@@ -7,8 +7,8 @@ Pallas's Triton backend drops NaNs.
 import jax.numpy as jnp
 from jax import lax
 
-_TINY = 2.0**-100
-"""Groups whose largest magnitude is at most this have a scale of 1."""
+from .layout import TINY
+
 _MAGIC = 12582912.0
 """1.5 · 2^23."""
 
@@ -22,12 +22,22 @@ def as_float(bits):
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
+def ordered_bits(values):
+    """Floats as integers of the same order, among which a NaN is beyond either infinity."""
+    bits = lax.bitcast_convert_type(values + 0.0, jnp.int32)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+def from_ordered_bits(bits):
+    return as_float(bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
 def largest_magnitude(values, axis: int):
     return as_float(jnp.max(magnitude_bits(values), axis))
 
 
 def group_scale(amax, largest: float):
-    return jnp.where(amax <= _TINY, 1.0, amax * (1.0 / largest))
+    return jnp.where(amax <= TINY, 1.0, amax * (1.0 / largest))
 
 
 def power_of_two_at_least(values):
@@ -44,6 +54,15 @@ def round_up_11_bits(values):
     """At least `values`, with 10 bits after the leading one."""
     bits = lax.bitcast_convert_type(values * (1 + 2.0**-11), jnp.int32)
     return as_float((bits + 0x0FFF + ((bits >> 13) & 1)) & ~0x1FFF)
+
+
+def round_to_bfloat16(values):
+    """To nearest even, kept in float32; finite values stay finite."""
+    bits = lax.bitcast_convert_type(values, jnp.int32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & ~0xFFFF
+    # Rounding to infinity: one step of bfloat16 back.
+    rounded = jnp.where((rounded & 0x7FFFFFFF) == 0x7F800000, rounded - 0x10000, rounded)
+    return jnp.where(is_finite(values), as_float(rounded), values)
 
 
 def norm(vectors):

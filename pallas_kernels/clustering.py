@@ -26,9 +26,12 @@ from ._counting_sort import (
 )
 from ._launch import launch, rows_of
 from ._nearest import MAX_CLUSTERS, nearest_labels
+from ._numbers import ordered_bits
 
 _TILE = 128
 """Tokens that are added to a centroid at a time."""
+Sample = tuple[Int[Array, "b n"], Bool[Array, "b n"]]
+"""Tokens of a Lloyd step, and which of them count."""
 _FAR = 3.0e38
 _NONE = 2**30
 
@@ -95,7 +98,7 @@ def cluster_means(
     stride: int = 1,
     interpret: bool = False,
 ) -> Float[Array, "b k c h"]:
-    """The float32 mean of each cluster's tokens; an empty one keeps its centroid.
+    """The float32 mean of each cluster's tokens; an empty one takes its row of `centroids`.
 
     `order` counts in tokens looked at, one in `stride`.
     """
@@ -110,12 +113,6 @@ def cluster_means(
     return new
 
 
-def _ordered(values):
-    """Floats as integers of the same order, whose minimum takes fewer instructions."""
-    bits = lax.bitcast_convert_type(values + 0.0, jnp.int32)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
 def _chain_body(distance_ref, start_ref, places_ref, *, k: int, width: int):
     head = pl.program_id(0)
     column = jnp.arange(width)
@@ -128,7 +125,7 @@ def _chain_body(distance_ref, start_ref, places_ref, *, k: int, width: int):
         row = plt.load(distance_ref.at[head, current, column], mask=column < k, other=_FAR)
         # The distance to a centroid that is not finite is less than to one that has its place.
         row = jnp.where(row < 0.5 * _FAR, row, 0.5 * _FAR)
-        distance = _ordered(jnp.where(left > 0, _FAR, row))
+        distance = ordered_bits(jnp.where(left > 0, _FAR, row))
         least = jnp.min(distance, 0)
         nearest_one = jnp.min(jnp.where(distance <= least, column, _NONE), 0)
         return left, jnp.minimum(nearest_one, k - 1)
@@ -162,36 +159,53 @@ def chain(centroids: Float[Array, "b k c h"], *, interpret: bool = False) -> Int
 def kmeans(
     values: Float[Array, "b s k h"],
     centroids: Float[Array, "b k c h"],
+    rows: Float[Array, "b k c h"],
     steps: int,
     valid: Bool[Array, "b s"] | None = None,
     *,
     stride: int = 1,
+    sample: Sample | None = None,
     interpret: bool = False,
 ) -> tuple[Labels, Float[Array, "b k c h"]]:
     """`steps` Lloyd steps from the given centroids: labels by the last centroids, and those.
 
-    A Lloyd step looks at one token in `stride`; the labels are of all tokens.
+    The labels are of all tokens.
+
+    Args:
+      centroids: finite.
+      rows: of the values; what an empty cluster takes in a Lloyd step.
+      stride: a Lloyd step looks at one token in so many.
+      sample: the tokens that it looks at instead.
     """
+    seen, seen_valid = values, valid
+    if sample is not None:
+        token, seen_valid = sample
+        seen, stride = jnp.take_along_axis(values, token[:, :, None, None], 1), 1
     for _ in range(steps):
-        labels = nearest(values, centroids, valid, stride=stride, interpret=interpret)
+        labels = nearest(seen, centroids, seen_valid, stride=stride, interpret=interpret)
         where = offsets(labels, interpret=interpret)
         order = order_by(labels, where, interpret=interpret)
-        centroids = cluster_means(
-            values, order, where, centroids, stride=stride, interpret=interpret
-        )
+        centroids = cluster_means(seen, order, where, rows, stride=stride, interpret=interpret)
     return nearest(values, centroids, valid, interpret=interpret), centroids
 
 
 def cluster_order(
     values: Float[Array, "b s k h"],
     centroids: Float[Array, "b k c h"],
+    rows: Float[Array, "b k c h"],
     steps: int,
     valid: Bool[Array, "b s"] | None = None,
     *,
     stride: int = 1,
+    sample: Sample | None = None,
     interpret: bool = False,
 ) -> tuple[Int[Array, "b k s"], Float[Array, "b k c h"]]:
-    """k-means from the given centroids, and the order of tokens by cluster along the chain."""
-    labels, centroids = kmeans(values, centroids, steps, valid, stride=stride, interpret=interpret)
+    """k-means from the given centroids, and the order of tokens by cluster along the chain.
+
+    Arguments as of `kmeans`.
+    """
+    labels, centroids = kmeans(
+        values, centroids, rows, steps, valid, stride=stride, sample=sample, interpret=interpret
+    )
     where = offsets(labels, chain(centroids, interpret=interpret), interpret=interpret)
     return order_by(labels, where, interpret=interpret), centroids

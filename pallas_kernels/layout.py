@@ -23,7 +23,11 @@ rounded up to steps of 256), n = P / 128 blocks. Keys and values are in the orde
 * Eight more rows under the transposed values count: even ones hold 1 at valid keys of even blocks,
   odd ones at valid keys of odd blocks, else 0. Their products with the probabilities are the row
   sums of the two blocks of a step.
-* `value = value_scale · (codes + block_means[block])`, `value_scale` a power of two.
+* `value = value_scale · (codes + block_means[block])`, `value_scale` a power of two. Without block
+  means `value = value_scale · codes + value_mean`: the weights of a row sum to one, so a kernel
+  adds the mean to the output, and nothing to a row without a valid key.
+* An output is a convex combination of values, but codes may overshoot them by a rounding error: a
+  kernel clamps it to the range of the output's dtype.
 """
 
 import dataclasses
@@ -52,6 +56,13 @@ TOP = 119.65
 rounds to E4M3's code 120, which is 256."""
 PROBABILITY_SCALE = 256.0
 """What a probability of 1 is stored as."""
+TINY = 2.0**-100
+"""Groups whose largest magnitude is at most this (about 8e-31) have codes of zero."""
+SUM_UNIT = 2.0**-20
+"""Sums over tokens are in multiples of 1 / SUM_UNIT, in which those of up to 2^20 finite values are
+finite."""
+LARGEST_SQUARED = 2.0**50
+"""Magnitudes above it count as it where they are squared, so that sums of squares are finite."""
 
 
 @jax.tree_util.register_dataclass
@@ -68,6 +79,7 @@ class Prepared8:
       value_scale: float32 [B, K, H].
       block_means: bfloat16 [B, K, n, H], in units of `value_scale`; `None` without V-Smooth, which
         is faster.
+      value_mean: float32 [B, K, H], the mean of the valid values, without V-Smooth; `None` with it.
       kv_count: int32 [B], valid keys, the first ones of each batch row.
       score_excess: float32 [B, N, T], what a row's scores were divided by to stay within range; 1
         but for logits beyond it. The normaliser is that of the scores times this.
@@ -80,5 +92,6 @@ class Prepared8:
     value_codes: Float8e4m3fn[Array, "b k h+8 p"]
     value_scale: Float32[Array, "b k h"]
     block_means: BFloat16[Array, "b k j h"] | None
+    value_mean: Float32[Array, "b k h"] | None
     kv_count: Int32[Array, " b"]
     score_excess: Float32[Array, "b n t"]

@@ -23,18 +23,31 @@ from jaxtyping import Array, Bool, Float, Float8e4m3fn, Int, Shaped
 from ._launch import launch, rows_of
 from ._numbers import (
     as_float,
+    from_ordered_bits,
     group_scale,
     int8_codes,
     is_finite,
     largest_magnitude,
     magnitude_bits,
     norm,
+    ordered_bits,
     power_of_two_at_least,
+    round_to_bfloat16,
     round_up_11_bits,
 )
 from ._rotation import hadamard_signs, rotated, signs_dtype
 from ._slots import codes_of, tokens_of_block
-from .layout import BLOCK, COUNT_ROWS, E4M3, E4M3_NORM, LARGEST_UNIT, STEP
+from .layout import (
+    BLOCK,
+    COUNT_ROWS,
+    E4M3,
+    E4M3_NORM,
+    LARGEST_SQUARED,
+    LARGEST_UNIT,
+    STEP,
+    SUM_UNIT,
+    TINY,
+)
 
 HEAD_DIMS = (64, 128)
 TOKEN_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -57,10 +70,16 @@ def unsupported(head_dim: int, *token_arrays: jax.ShapeDtypeStruct | Array) -> s
         if array.dtype not in [jnp.dtype(x) for x in TOKEN_DTYPES]:
             return f"needs float32, bfloat16 or float16 tokens, got {array.dtype}"
         # Between these sizes the backend would compute offsets of bytes in 32 bits.
-        codes = math.prod(array.shape) + 2 * STEP * math.prod(array.shape[2:])
-        if 2**31 <= codes * (head_dim + COUNT_ROWS) // head_dim <= 2**32:
+        if any(2**31 <= size <= 2**32 for size in _sizes_of_codes(array.shape)):
             return "needs arrays of codes below 2 or above 4 GiB"
     return None
+
+
+def _sizes_of_codes(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Bytes of the codes of tokens [B, S, K, H] if they are keys, and if they are values."""
+    batch, length, heads, head_dim = shape
+    stored = batch * heads * pl.cdiv(length, STEP) * STEP
+    return stored * head_dim, stored * (head_dim + COUNT_ROWS)
 
 
 def _optional(refs, present: bool):
@@ -71,8 +90,12 @@ def _optional(refs, present: bool):
 # --- statistics over all tokens
 
 
-def _statistics_body(tokens_ref, *refs, masked: bool, maximum: bool, length: int):
-    valid_ref, (out_ref,) = _optional(refs, masked)
+_STATISTICS = {"sum": 0.0, "squares": 0.0, "high": -(2**31), "low": 2**31 - 1}
+"""What there is to know about a channel, and where it starts."""
+
+
+def _statistics_body(tokens_ref, *refs, wanted: tuple[str, ...], masked: bool, length: int):
+    valid_ref, out_refs = _optional(refs, masked)
     head, chunk, batch = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     size = tokens_ref.shape[-1]
 
@@ -84,49 +107,102 @@ def _statistics_body(tokens_ref, *refs, masked: bool, maximum: bool, length: int
             inside = inside & (flag != 0)
         rows = rows_of(tokens_ref, batch, row, head)
         rows = plt.load(rows, mask=inside[:, None], other=0.0).astype(jnp.float32)
-        if maximum:
-            return jnp.maximum(carry, jnp.max(magnitude_bits(rows), 0))
-        return carry + jnp.sum(rows, 0)
+        return tuple(
+            _with_rows(name, so_far, rows, inside[:, None])
+            for name, so_far in zip(wanted, carry, strict=True)
+        )
 
-    start = jnp.zeros(size, jnp.int32 if maximum else jnp.float32)
-    total = lax.fori_loop(0, _CHUNK, add, start)
-    plt.store(out_ref.at[batch, head, chunk, :], as_float(total) if maximum else total)
+    start = tuple(jnp.full(size, _STATISTICS[name], _statistics_dtype(name)) for name in wanted)
+    totals = lax.fori_loop(0, _CHUNK, add, start)
+    for total, out_ref in zip(totals, out_refs, strict=True):
+        plt.store(out_ref.at[batch, head, chunk, :], total)
+
+
+def _statistics_dtype(name: str):
+    return jnp.float32 if name in ("sum", "squares") else jnp.int32
+
+
+def _with_rows(name: str, so_far, rows, inside):
+    """A statistic with some more rows; those outside hold zeros."""
+    if name == "sum":
+        return so_far + jnp.sum(rows * SUM_UNIT, 0)
+    if name == "squares":
+        bounded = jnp.minimum(jnp.maximum(rows, -LARGEST_SQUARED), LARGEST_SQUARED)
+        return so_far + jnp.sum(jnp.where(is_finite(rows), bounded * bounded, 0.0), 0)
+    bits = jnp.where(inside, ordered_bits(rows), _STATISTICS[name])
+    if name == "high":
+        return jnp.maximum(so_far, jnp.max(bits, 0))
+    return jnp.minimum(so_far, jnp.min(bits, 0))
 
 
 def channel_statistics(
     tokens: Float[Array, "b s k h"],
     valid: Bool[Array, "b s"] | None = None,
+    wanted: tuple[str, ...] = ("sum",),
     *,
-    maximum: bool = False,
     interpret: bool = False,
-) -> Float[Array, "b k h"]:
-    """Sum, or largest magnitude, of each channel over the valid tokens, float32.
+) -> list[Float[Array, "b k h"]]:
+    """What is known about each channel over the valid tokens, float32, in one pass.
 
-    The sum runs in a fixed order: results do not change from run to run.
+    Sums run in a fixed order: results do not change from run to run.
+
+    Args:
+      wanted: of `"sum"` (times `layout.SUM_UNIT`), `"squares"` (their sum; of magnitudes up to
+        `layout.LARGEST_SQUARED`, of what is not finite 0), `"high"` and `"low"` (the largest and
+        the least value; NaN where no token is valid). A NaN shows in `"high"` or `"low"`.
     """
     batch, length, heads, size = tokens.shape
     chunks = pl.cdiv(length, BLOCK * _CHUNK)
     masks = () if valid is None else (valid.astype(jnp.int8),)
-    (parts,) = launch(
-        functools.partial(
-            _statistics_body, masked=valid is not None, maximum=maximum, length=length
-        ),
+    parts = launch(
+        functools.partial(_statistics_body, wanted=wanted, masked=valid is not None, length=length),
         (heads, chunks, batch),
-        [jax.ShapeDtypeStruct((batch, heads, chunks, size), jnp.float32)],
+        [
+            jax.ShapeDtypeStruct((batch, heads, chunks, size), _statistics_dtype(name))
+            for name in wanted
+        ],
         (tokens, *masks),
         interpret=interpret,
     )
-    return largest_magnitude(parts, 2) if maximum else jnp.sum(parts, 2)
+    reduce = {"high": jnp.max, "low": jnp.min}
+    return [
+        from_ordered_bits(reduce[name](part, 2)) if name in reduce else jnp.sum(part, 2)
+        for name, part in zip(wanted, parts, strict=True)
+    ]
+
+
+# --- the basis of queries and keys
+
+
+def _basis(
+    balance: Float[Array, "b k h"] | None, shape: tuple[int, int], size: int, dtype, rotate: bool
+) -> tuple[Array, ...]:
+    """What tokens are multiplied with: a matrix a head [B, K, H, H], its rows balanced; without
+    rotation the balance itself [B, K, H], or nothing.
+    """
+    if not rotate:
+        return () if balance is None else (balance,)
+    matrix = hadamard_signs(size, signs_dtype(dtype))
+    if balance is None:
+        return (jnp.broadcast_to(matrix, (*shape, size, size)),)
+    return (matrix * balance[..., None].astype(matrix.dtype),)
+
+
+def _in_basis(tokens, basis):
+    """Rows in the basis of their head, float32, before the rotation's factor."""
+    if basis is None or basis.ndim == 2:
+        return rotated(tokens, basis)
+    return tokens.astype(jnp.float32) * basis[None, :]
 
 
 # --- queries
 
 
-def _query_body(query_ref, factor_ref, unit_ref, limit_ref, *refs, rotate: bool, groups: int):
-    signs_ref, outputs = _optional(refs, rotate)
+def _query_body(query_ref, factor_ref, unit_ref, limit_ref, *refs, turned: bool, groups: int):
+    basis_ref, outputs = _optional(refs, turned)
     codes_ref, scale_ref, excess_ref = outputs
-    signs = None if signs_ref is None else plt.load(signs_ref)
     first, head, batch = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    basis = None if basis_ref is None else plt.load(basis_ref.at[batch, head // groups])
     limit = plt.load(limit_ref.at[batch, head // groups])
     factor = factor_ref[0]
     if codes_ref.dtype != jnp.int8:
@@ -137,7 +213,7 @@ def _query_body(query_ref, factor_ref, unit_ref, limit_ref, *refs, rotate: bool,
         row = row + jnp.arange(_QUERY_ROWS)
         inside = row < query_ref.shape[1]
         rows = plt.load(rows_of(query_ref, batch, row, head), mask=inside[:, None], other=0.0)
-        codes, scale = _query_codes(rotated(rows, signs), factor, codes_ref.dtype)
+        codes, scale = _query_codes(_in_basis(rows, basis), factor, codes_ref.dtype)
         within = jnp.where(is_finite(scale), jnp.minimum(scale, limit), jnp.nan)
         plt.store(codes_of(codes_ref, batch, head, row), codes, mask=inside[:, None])
         plt.store(scale_ref.at[batch, head, row], within, mask=inside)
@@ -148,11 +224,12 @@ def _query_body(query_ref, factor_ref, unit_ref, limit_ref, *refs, rotate: bool,
 
 
 def _query_codes(rows, factor, code_dtype):
-    """Codes of rows times a positive factor, and the scale of each row."""
+    """Codes of rows times a factor of either sign, and the positive scale of each row."""
+    size = jnp.abs(factor)
     if code_dtype == jnp.int8:
-        scale = group_scale(largest_magnitude(rows, 1) * factor, 127.0)
+        scale = group_scale(largest_magnitude(rows, 1) * size, 127.0)
         return int8_codes(rows * (factor / scale)[:, None]), scale
-    length = norm(rows) * factor
+    length = norm(rows) * size
     # Codes of queries with next to no effect shrink instead of leaving float16.
     scale = jnp.maximum(length * (1 / E4M3_NORM), 2.0**-13)
     scale = jnp.where(length <= 0, LARGEST_UNIT, jnp.where(length == length, scale, length))
@@ -164,31 +241,35 @@ def quantize_queries(
     query: Float[Array, "b t n h"],
     unit: Float[Array, "b k"],
     limit: Float[Array, "b k"],
+    balance: Float[Array, "b k h"] | None = None,
     *,
     scale: Float[Array, ""] | float,
     rotate: bool,
     code_dtype,
     interpret: bool = False,
 ) -> tuple[Shaped[Array, "b n t h"], Float[Array, "b n t"], Float[Array, "b n t"]]:
-    """Queries times `scale`, rotated, as codes with a scale per token.
+    """Queries times `scale`, balanced, rotated, as codes with a scale per token.
 
     Args:
       unit: what E4M3 queries are multiplied with beforehand: the unit of the key scales.
       limit: the largest query scale.
+      balance: powers of two that the channels are multiplied with, exact in the queries' dtype;
+        `None`: 1.
+      scale: of either sign.
 
     Returns:
       codes [B, N, T, H]; scales within the limit; what the limit took, as a factor.
     """
     batch, length, heads, size = query.shape
     factor = jnp.asarray(scale, jnp.float32) * (1 / math.sqrt(size) if rotate else 1.0)
-    signs = (hadamard_signs(size, signs_dtype(query.dtype)),) if rotate else ()
+    basis = _basis(balance, unit.shape, size, query.dtype, rotate)
     row = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
-    body = functools.partial(_query_body, rotate=rotate, groups=heads // unit.shape[1])
+    body = functools.partial(_query_body, turned=bool(basis), groups=heads // unit.shape[1])
     codes, scales, excess = launch(
         body,
         (pl.cdiv(length, _QUERY_ROWS * _QUERY_TILES), heads, batch),
         [jax.ShapeDtypeStruct((batch, heads, length, size), code_dtype), row, row],
-        (query, factor.reshape(1), unit, limit, *signs),
+        (query, factor.reshape(1), unit, limit, *basis),
         stages=_STAGES,
         interpret=interpret,
     )
@@ -198,12 +279,12 @@ def quantize_queries(
 # --- keys
 
 
-def _key_body(key_ref, count_ref, *refs, ordered: bool, centred: bool, rotate: bool):
+def _key_body(key_ref, count_ref, *refs, ordered: bool, centred: bool, turned: bool, rotate: bool):
     order_ref, refs = _optional(refs, ordered)
     mean_ref, refs = _optional(refs, centred)
-    signs_ref, (codes_ref, scale_ref) = _optional(refs, rotate)
-    signs = None if signs_ref is None else plt.load(signs_ref)
+    basis_ref, (codes_ref, scale_ref) = _optional(refs, turned)
     first, head, batch = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    basis = None if basis_ref is None else plt.load(basis_ref.at[batch, head])
     size = key_ref.shape[3]
     count = plt.load(count_ref.at[batch])
     factor = 1 / math.sqrt(size) if rotate else 1.0
@@ -216,7 +297,7 @@ def _key_body(key_ref, count_ref, *refs, ordered: bool, centred: bool, rotate: b
             (order_ref, count_ref), batch, head, step, block, key_ref.shape[1], slots
         )
         rows = plt.load(rows_of(key_ref, batch, held.index, head))
-        rows = rotated(rows, signs) * factor
+        rows = _in_basis(rows, basis) * factor
         if mean_ref is not None:
             rows = rows - plt.load(mean_ref.at[batch, head, :])[None, :]
         if codes_ref.dtype == jnp.int8:
@@ -226,7 +307,7 @@ def _key_body(key_ref, count_ref, *refs, ordered: bool, centred: bool, rotate: b
             amax = largest_magnitude(norm(rows), 0)
             scale = power_of_two_at_least(group_scale(amax, E4M3_NORM))
         live = step * STEP < count
-        scale = jnp.where(live & (amax != 0), scale, 0.0)
+        scale = jnp.where(live & ~(amax <= TINY), scale, 0.0)
         # A second block without a valid key holds codes of the step's first key.
         dead = (block == 1) & (step * STEP + BLOCK >= count)
         scale = jnp.where(dead, first_scale, scale)
@@ -248,39 +329,47 @@ def quantize_keys(
     count: Int[Array, " b"],
     order: Int[Array, "b k s"] | None,
     mean: Float[Array, "b k h"] | None,
+    balance: Float[Array, "b k h"] | None = None,
     *,
     rotate: bool,
     code_dtype,
     interpret: bool = False,
 ) -> tuple[Shaped[Array, "b k p h"], Float[Array, "b k j"]]:
-    """Keys in their order, less the mean, rotated, as codes with a scale per 128-key block.
+    """Keys in their order, less the mean, balanced, rotated, as codes with a scale per block.
 
     Args:
       count: valid keys of each batch row, the first so many of the order.
       order: position -> token; `None`: as they are.
-      mean: subtracted before the rotation, in the keys' own axes; `None`: nothing.
+      mean: subtracted first; `None`: nothing.
+      balance: powers of two that the channels are divided by, exact in the keys' dtype; `None`: 1.
 
     Returns:
       codes [B, K, P, H], P a multiple of 256; scales [B, K, P / 128].
     """
     batch, length, heads, size = key.shape
     steps = pl.cdiv(length, STEP)
-    signs = hadamard_signs(size, jnp.float32)
+    inverse = None if balance is None else 1.0 / balance
+    if mean is not None and inverse is not None:
+        mean = mean * inverse
     if mean is not None and rotate:
+        signs = hadamard_signs(size, jnp.float32)
         mean = jnp.matmul(mean, signs, precision=lax.Precision.HIGHEST) / math.sqrt(size)
+    basis = _basis(inverse, (batch, heads), size, key.dtype, rotate)
     optional = [x for x in (order, mean) if x is not None]
-    if rotate:
-        optional.append(signs.astype(signs_dtype(key.dtype)))
     codes, scales = launch(
         functools.partial(
-            _key_body, ordered=order is not None, centred=mean is not None, rotate=rotate
+            _key_body,
+            ordered=order is not None,
+            centred=mean is not None,
+            turned=bool(basis),
+            rotate=rotate,
         ),
         (pl.cdiv(steps, _KEY_STEPS), heads, batch),
         [
             jax.ShapeDtypeStruct((batch, heads, steps * STEP, size), code_dtype),
             jax.ShapeDtypeStruct((batch, heads, steps * 2), jnp.float32),
         ],
-        (key, count, *optional),
+        (key, count, *optional, *basis),
         stages=_STAGES,
         interpret=interpret,
     )
@@ -301,8 +390,10 @@ def _value_statistics_body(value_ref, count_ref, *refs, ordered: bool):
     rows = plt.load(rows_of(value_ref, batch, held.index, head), mask=valid, other=0.0)
     rows = rows.astype(jnp.float32)
     inside = jnp.sum(held.valid.astype(jnp.float32), 0)
-    mean = jnp.sum(rows, 0) * (1.0 / jnp.maximum(inside, 1.0))
-    residual = jnp.where(valid, rows - mean[None, :], 0.0)
+    mean = jnp.sum(rows * SUM_UNIT, 0) * (1.0 / SUM_UNIT / jnp.maximum(inside, 1.0))
+    mean = round_to_bfloat16(mean)
+    # Half of it, which is finite for all finite values.
+    residual = jnp.where(valid, rows * 0.5 - (mean * 0.5)[None, :], 0.0)
     plt.store(mean_ref.at[batch, head, block, :], mean)
     plt.store(largest_ref.at[batch, head, block, :], largest_magnitude(residual, 0))
 
@@ -314,7 +405,10 @@ def value_statistics(
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "b k j h"], Float[Array, "b k h"]]:
-    """Mean of each 128-value block, and each channel's largest residual, both float32."""
+    """Mean of each 128-value block, and half of each channel's largest residual, both float32.
+
+    The means are exact in bfloat16: what rounding cuts off is in the residuals.
+    """
     batch, length, heads, size = value.shape
     blocks = pl.cdiv(length, STEP) * 2
     shape = jax.ShapeDtypeStruct((batch, heads, blocks, size), jnp.float32)
@@ -328,9 +422,8 @@ def value_statistics(
     return means, largest_magnitude(largest, 2)
 
 
-def _value_body(value_ref, count_ref, inverse_ref, *refs, ordered: bool, smooth: bool):
-    order_ref, refs = _optional(refs, ordered)
-    mean_ref, (codes_ref,) = _optional(refs, smooth)
+def _value_body(value_ref, count_ref, inverse_ref, *refs, ordered: bool):
+    order_ref, (mean_ref, codes_ref) = _optional(refs, ordered)
     block, head, batch = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     size = value_ref.shape[3]
     # Tokens are read in the order in which a group of 16 is stored.
@@ -341,11 +434,10 @@ def _value_body(value_ref, count_ref, inverse_ref, *refs, ordered: bool, smooth:
     )
     valid = held.valid[:, None]
     rows = plt.load(rows_of(value_ref, batch, held.index, head), mask=valid, other=0.0)
-    rows = rows.astype(jnp.float32)
-    if mean_ref is not None:
-        rows = jnp.where(valid, rows - plt.load(mean_ref.at[batch, head, block, :])[None, :], 0.0)
-    scaled = rows * plt.load(inverse_ref.at[batch, head, :])[None, :]
-    codes = scaled.astype(E4M3)
+    scaled = rows.astype(jnp.float32) * plt.load(inverse_ref.at[batch, head, :])[None, :]
+    own = block * (1 if mean_ref.shape[2] > 1 else 0)
+    mean = plt.load(mean_ref.at[batch, head, own, :]).astype(jnp.float32)
+    codes = jnp.where(valid, scaled - mean[None, :], 0.0).astype(E4M3)
     columns = block * BLOCK + place
     channel = jnp.arange(size)[:, None]
     plt.store(codes_ref.at[batch, head, channel, columns[None, :]], codes.T)
@@ -361,25 +453,25 @@ def quantize_values(
     value: Float[Array, "b s k h"],
     count: Int[Array, " b"],
     order: Int[Array, "b k s"] | None,
-    means: Float[Array, "b k j h"] | None,
+    means: Float[Array, "b k j h"],
     scale: Float[Array, "b k h"],
     *,
     interpret: bool = False,
 ) -> Float8e4m3fn[Array, "b k h+8 p"]:
-    """Values in their order, less their block's mean, as transposed codes over count rows.
+    """Values in their order, less a mean, as transposed codes over count rows.
 
     Args:
-      means: float32; `None`: nothing is subtracted.
+      means: of each block, or one of all values (J = 1), in units of `scale`, bfloat16 or float32.
       scale: of each channel, a power of two.
     """
     batch, length, heads, size = value.shape
     blocks = pl.cdiv(length, STEP) * 2
-    optional = [x for x in (order, means) if x is not None]
+    ordered = () if order is None else (order,)
     (codes,) = launch(
-        functools.partial(_value_body, ordered=order is not None, smooth=means is not None),
+        functools.partial(_value_body, ordered=order is not None),
         (blocks, heads, batch),
         [jax.ShapeDtypeStruct((batch, heads, size + COUNT_ROWS, blocks * BLOCK), E4M3)],
-        (value, count, 1.0 / scale, *optional),
+        (value, count, 1.0 / scale, *ordered, means),
         warps=2,
         interpret=interpret,
     )

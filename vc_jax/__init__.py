@@ -6,6 +6,7 @@ length, N query heads, K key/value heads, H head dim.
 
 from . import _export as _export
 from ._attention import Explanation, dot_product_attention, explain
+from ._balance import channel_balance
 from ._compare import Comparison, compare
 from ._config import PRESETS, AttentionConfig, default_clusters, default_lloyd_stride
 from ._expcast import decode_codes, exp_then_cast, expcast
@@ -55,6 +56,7 @@ __all__ = [
     "Restored",
     "attention_step",
     "block_means",
+    "channel_balance",
     "cluster_order",
     "compare",
     "decode_codes",

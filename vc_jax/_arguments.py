@@ -10,8 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool
 
-from ._config import AttentionConfig, resolve_config
-from ._quantize import NVFP4_GROUP
+from ._config import AttentionConfig, check_head_dim, resolve_config
 from ._tracing import Size, concrete, is_concrete, is_symbolic
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -93,11 +92,7 @@ def bind(
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
     )
-    head_dim = inputs.query.shape[-1]
-    if config.qk == "nvfp4" and head_dim % NVFP4_GROUP:
-        raise ValueError(
-            f"query must have a head dim that is a multiple of 16 for NVFP4, got {head_dim}"
-        )
+    check_head_dim("query", inputs.query.shape[-1], config)
     return Call(inputs, config)
 
 
@@ -228,6 +223,24 @@ def _concrete_mask(mask: np.ndarray) -> tuple[Array, Array | None]:
     return jnp.asarray(key), None if query is None else jnp.asarray(query)
 
 
+def _traced_mask(mask) -> tuple[Array, Array | None, Array | None]:
+    """Key and query validity of a mask [B|1, 1, T|1, S], and the rows that it makes no sense for.
+
+    Those hold something else than 0 and 1, or leave two queries different keys.
+    """
+    rows = mask[:, 0] if is_traced(mask) else jnp.ones(mask.shape[:1] + mask.shape[2:], mask.dtype)
+    keep = rows != 0
+    key = keep.any(1)
+    poison = None
+    if rows.dtype != bool:
+        poison = ~jnp.all((rows == 0) | (rows == 1), (1, 2))
+    if rows.shape[1] == 1:
+        return key, None, poison
+    query = keep.any(2)
+    unequal = jnp.any(keep != (query[:, :, None] & key[:, None]), (1, 2))
+    return key, query, unequal if poison is None else poison | unequal
+
+
 def _mask(mask, batch: Size, heads: Size, rows: Size, length: Size, unbatched: bool):
     """Key validity, query validity and poison of a mask."""
     mask = _mask_shape(mask, batch, heads, rows, length, unbatched)
@@ -235,15 +248,13 @@ def _mask(mask, batch: Size, heads: Size, rows: Size, length: Size, unbatched: b
     if known is not None:
         key, query = _concrete_mask(known)
         poison = None
-    elif mask.shape[1] > 1 or mask.shape[2] > 1:
+    elif mask.shape[1] > 1:
         raise NotImplementedError(
-            f"mask of shape {mask.shape} with a query or head axis is not supported while traced; "
-            "pass key_value_seq_lengths (and query_seq_lengths), or a mask [B, 1, 1, S]"
+            f"mask of shape {mask.shape} with a head axis is not supported while traced; pass "
+            "key_value_seq_lengths (and query_seq_lengths), or a mask [B, 1, 1 or T, S]"
         )
     else:
-        flat = jnp.ones(mask.shape[::3], mask.dtype) if not is_traced(mask) else mask[:, 0, 0]
-        key, query = flat.astype(bool), None
-        poison = None if flat.dtype == bool else ~jnp.all((flat == 0) | (flat == 1), 1)
+        key, query, poison = _traced_mask(mask)
     key = jnp.broadcast_to(key, (batch, length))
     query = None if query is None else jnp.broadcast_to(query, (batch, rows))
     return key, query, None if poison is None else jnp.broadcast_to(poison, (batch,))

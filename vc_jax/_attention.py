@@ -12,6 +12,7 @@ from ._config import AttentionConfig
 from ._dispatch import attend, choose, default_device, request_of, select_implementation
 from ._implementations import Static
 from ._order import AttentionState, check_state, order_from_state
+from ._tracing import own_promotion
 
 Output = Float[Array, "*b t n h"]
 Normaliser = Float[Array, "*b t n"]
@@ -100,6 +101,7 @@ def dot_product_attention(
 ) -> Output | tuple[Output, Normaliser]: ...
 
 
+@own_promotion
 def dot_product_attention(
     query: Float[Array, "*b t n h"],
     key: Float[Array, "*b s k h"],
@@ -131,9 +133,10 @@ def dot_product_attention(
       query: [B, T, N, H] or [T, N, H]; float32, bfloat16 or float16.
       key, value: [B, S, K, H] or [S, K, H], N a multiple of K.
       bias, is_causal, local_window_size: must be `None` or `False`.
-      mask: 1 or True keeps a key: bool, or 0 and 1 of any dtype. [B or 1, 1, 1, S], traced or not;
-        a concrete mask with query or head axes if it leaves every query the same keys or none.
-        A traced mask that holds anything else than 0 and 1 turns its batch row to NaN.
+      mask: 1 or True keeps a key: bool, or 0 and 1 of any dtype. [B or 1, 1, 1 or T, S] that
+        leaves every query the same keys or none (those give zeros), traced or not; a concrete one
+        may have a head axis. A traced mask that leaves two queries different keys, or holds
+        anything else than 0 and 1, turns its batch row to NaN; a concrete one raises.
       config: an `AttentionConfig` or a preset's name: `"bf16"`, `"int8"`, `"fp8"`, `"nvfp4"`.
       scale: of the scores; `None`: 1/sqrt(H).
       query_seq_lengths, key_value_seq_lengths: int [B], valid prefix of each row.
@@ -179,6 +182,7 @@ def dot_product_attention(
     return (out, lse.reshape(query.shape[:-1])) if lse is not None else out
 
 
+@own_promotion
 def explain(
     query: MaybeAbstract,
     key: MaybeAbstract,

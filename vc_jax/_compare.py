@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 from ._arguments import check_arguments
 from ._attention import dot_product_attention
 from ._config import AttentionConfig
+from ._tracing import own_promotion
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -85,6 +86,7 @@ def _relative(error: np.ndarray, energy: np.ndarray) -> np.ndarray:
         return np.where(error == 0, 0.0, np.sqrt(error / energy))
 
 
+@own_promotion
 def compare(
     query: Float[Array, "b t n h"],
     key: Float[Array, "b s k h"],

@@ -7,6 +7,9 @@ import numpy as np
 
 from .pallas_kernels.layout import BLOCK
 
+NVFP4_GROUP = 16
+"""Elements that share a scale."""
+
 QkFormat = Literal["none", "int8", "e4m3", "nvfp4"]
 PvFormat = Literal["none", "e4m3", "nvfp4"]
 Softmax = Literal["expcast", "expcast_running", "exp"]
@@ -36,14 +39,17 @@ class AttentionConfig:
         code, against the row maximum of each 256 keys (block-anchored). `"expcast_running"`: the
         same map against the running row maximum, as in the paper. `"exp"`: exponential, then cast.
       center_keys: subtract the mean key (over valid tokens) before quantisation.
+      balance_channels: multiply each channel of the queries, and divide that of the keys, by a
+        power of two that makes them about equally large (`vc_jax.channel_balance`), before the
+        rotation. Changes no score, but the error of one where a few channels of the keys are large.
       rotate: rotate queries and keys by the same orthonormal Hadamard matrix.
       smooth_values: V-Smooth: cluster the values, sort keys and values by cluster, and quantise
         what is left of each 128-token block after its mean.
       clusters: number of clusters; `None` takes `vc_jax.default_clusters(S)`.
       lloyd_steps: Lloyd iterations of a clustering that starts from rows of the values.
       warm_lloyd_steps: Lloyd iterations of one that starts from earlier centroids.
-      lloyd_stride: a Lloyd iteration looks at every `lloyd_stride`-th token, invalid ones counted;
-        `None` takes `vc_jax.default_lloyd_stride(S, k)`.
+      lloyd_stride: a Lloyd iteration looks at every `lloyd_stride`-th valid token; `None` takes
+        `vc_jax.default_lloyd_stride(S, k)`.
 
     Raises:
       ValueError: for an unknown value or a combination that is not defined, naming the field.
@@ -53,6 +59,7 @@ class AttentionConfig:
     pv: PvFormat = "e4m3"
     softmax: Softmax = "expcast"
     center_keys: bool = True
+    balance_channels: bool = True
     rotate: bool = True
     smooth_values: bool = True
     clusters: int | None = None
@@ -67,7 +74,7 @@ class AttentionConfig:
                     f"AttentionConfig.{name} must be one of {get_args(allowed)}, "
                     f"got {getattr(self, name)!r}"
                 )
-        for name in ("center_keys", "rotate", "smooth_values"):
+        for name in ("center_keys", "balance_channels", "rotate", "smooth_values"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(
                     f"AttentionConfig.{name} must be True or False, got {getattr(self, name)!r}"
@@ -83,7 +90,13 @@ class AttentionConfig:
                 "AttentionConfig.softmax must be 'exp' for NVFP4 probabilities: ExpCast maps a "
                 f"score to an E4M3 code only, got {self.softmax!r}"
             )
-        idle = {"softmax": "exp", "center_keys": False, "rotate": False, "smooth_values": False}
+        idle = {
+            "softmax": "exp",
+            "center_keys": False,
+            "balance_channels": False,
+            "rotate": False,
+            "smooth_values": False,
+        }
         for name, off in idle.items():
             if self.qk == "none" and getattr(self, name) != off:
                 raise ValueError(
@@ -114,12 +127,24 @@ class AttentionConfig:
         return self.quantized and self.smooth_values
 
 
+def check_head_dim(name: str, head_dim: int, config: AttentionConfig) -> None:
+    """Raise `ValueError` unless a configuration has groups for a head dim."""
+    if config.qk == "nvfp4" and head_dim % NVFP4_GROUP:
+        raise ValueError(
+            f"{name} must have a head dim that is a multiple of {NVFP4_GROUP} for NVFP4, "
+            f"got {head_dim}"
+            if name != "head_dim"
+            else f"head_dim must be a multiple of {NVFP4_GROUP} for NVFP4, got {head_dim}"
+        )
+
+
 PRESETS: dict[str, AttentionConfig] = {
     "bf16": AttentionConfig(
         qk="none",
         pv="none",
         softmax="exp",
         center_keys=False,
+        balance_channels=False,
         rotate=False,
         smooth_values=False,
     ),

@@ -15,7 +15,7 @@ from ._implementations import IMPLEMENTATIONS, Request, Result, Static, check_im
 from ._plain import attention_gradient
 from ._prepare import Prepared
 from ._preprocessing import key_order, prepare_call
-from ._tracing import is_symbolic
+from ._tracing import is_symbolic, own_promotion
 from ._vsmooth import sequence_order
 from .pallas_kernels._varying import vary_together
 from .pallas_kernels.layout import Prepared8
@@ -62,11 +62,12 @@ def choose(request: Request, implementation: str | None) -> tuple[str | None, di
 
 
 @functools.cache
-def _warn_slow() -> None:
+def _warn_slow(query: tuple[int, ...], key: tuple[int, ...]) -> None:
+    """Warn, once a shape."""
     warnings.warn(
-        "a long attention call runs on the slow XLA implementation; vc_jax.explain(...) with the "
-        "same arguments says why",
-        stacklevel=4,
+        f"a long attention call, query {list(query)} and key {list(key)}, runs on the slow XLA "
+        "implementation; vc_jax.explain(...) with the same arguments says why",
+        stacklevel=5,
     )
 
 
@@ -84,7 +85,7 @@ def select_implementation(request: Request, implementation: str | None) -> str:
     product = request.query.shape[1] * request.key.shape[1]
     long = not is_symbolic(product) and product >= _SLOW_PRODUCT
     if implementation is None and chosen == "xla" and long:
-        _warn_slow()
+        _warn_slow(request.query.shape, request.key.shape)
     return chosen
 
 
@@ -179,6 +180,7 @@ def _attend_forward(static: Static, query, key, value, scale, validity: Validity
     return result, (query, key, value, scale, validity)
 
 
+@own_promotion
 def _attend_backward(static: Static, saved, cotangents):
     """Straight-through: the gradient of unquantised attention at the same inputs."""
     del static
@@ -206,6 +208,15 @@ def attend(static: Static, inputs: Inputs, order: Int[Array, "b k s"] | None = N
     """
     arrays = (inputs.query, inputs.key, inputs.value, inputs.scale)
     arrays = vary_together(*arrays, along=(inputs.validity, order))
-    result: Any = _attend(static, *arrays, inputs.validity, order)
+    try:
+        result: Any = _attend(static, *arrays, inputs.validity, order)
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        raise TypeError(
+            "attention of vc_jax has no forward-mode derivative (jax.jvp, jax.jacfwd, "
+            "jax.linearize): use reverse mode (jax.grad, jax.vjp, jax.jacrev), which recomputes "
+            "scores block by block"
+        ) from error
     out, lse = result
     return out, None if lse is None else jax.lax.stop_gradient(lse)

@@ -13,11 +13,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from ._balance import balance_of
 from ._config import AttentionConfig
 from ._expcast import CODES_PER_NAT
 from ._prepare import largest_query_scale, scaled_means, value_scale_of
-from ._quantize import E4M3, largest_magnitude
-from .pallas_kernels.layout import Prepared8
+from ._quantize import E4M3, count_of, largest_magnitude
+from ._vsmooth import every_nth_valid
+from .pallas_kernels.layout import SUM_UNIT, Prepared8
 
 
 def preparation_unsupported(*tokens: Array) -> str | None:
@@ -35,20 +37,32 @@ def clustering_unsupported(key: Array, clusters: int) -> str | None:
     return clustering.unsupported(batch, length, heads, clusters)
 
 
-def key_mean_fused(
+def channel_sizes_fused(
+    query: Float[Array, "b t n h"],
     key: Float[Array, "b s k h"],
-    key_valid: Bool[Array, "b s"] | None,
-    kv_count: Int[Array, " b"] | None,
+    config: AttentionConfig,
+    key_valid: Bool[Array, "b s"] | None = None,
     *,
     interpret: bool = False,
-) -> Float[Array, "b k h"]:
-    """`mean_key` in one pass."""
+) -> tuple[Float[Array, "b k h"] | None, Float[Array, "b k h"] | None]:
+    """`mean_key` and `channel_balance`, each if the configuration wants it: one pass a tensor."""
     from .pallas_kernels import preparation
 
-    total = preparation.channel_statistics(key, key_valid, interpret=interpret)
-    if kv_count is None:
-        return total / key.shape[1]
-    return total / jnp.maximum(kv_count, 1).astype(jnp.float32)[:, None, None]
+    wanted = tuple(
+        name
+        for name, on in (("sum", config.center_keys), ("squares", config.balance_channels))
+        if on
+    )
+    mean, balance, count = None, None, count_of(key, key_valid)
+    if wanted:
+        sizes = preparation.channel_statistics(key, key_valid, wanted, interpret=interpret)
+        of_keys = dict(zip(wanted, sizes, strict=True))
+    if config.center_keys:
+        mean = of_keys["sum"] / count * (1.0 / SUM_UNIT)
+    if config.balance_channels:
+        (squares,) = preparation.channel_statistics(query, None, ("squares",), interpret=interpret)
+        balance = balance_of(squares / query.shape[1], of_keys["squares"] / count, mean)
+    return mean, balance
 
 
 def prepare_fused(
@@ -61,7 +75,8 @@ def prepare_fused(
     order: Int[Array, "b k s"] | None = None,
     key_valid: Bool[Array, "b s"] | None = None,
     kv_count: Int[Array, " b"] | None = None,
-    mean: Float[Array, "b k h"] | None = None,
+    key_mean: Float[Array, "b k h"] | None = None,
+    balance: Float[Array, "b k h"] | None = None,
     smooth: bool | None = None,
     interpret: bool = False,
 ) -> Prepared8:
@@ -82,7 +97,9 @@ def prepare_fused(
         "code_dtype": jnp.int8 if config.qk == "int8" else E4M3,
         "interpret": interpret,
     }
-    key_codes, key_scale = preparation.quantize_keys(key, count, order, mean, **formats)
+    key_codes, key_scale = preparation.quantize_keys(
+        key, count, order, key_mean, balance, **formats
+    )
     unit = jnp.ones(key_scale.shape[:2], jnp.float32)
     if config.qk == "e4m3":
         unit = largest_magnitude(key_scale, -1)
@@ -92,19 +109,21 @@ def prepare_fused(
         query,
         unit,
         largest_query_scale(key_scale)[..., 0],
+        balance,
         scale=scale * CODES_PER_NAT,
         **formats,
     )
+    mean = None
     if smooth:
         means, largest = preparation.value_statistics(value, count, order, interpret=interpret)
+        value_scale = value_scale_of(largest, means)
+        taken = scaled_means(means, value_scale)
     else:
-        means = None
-        largest = preparation.channel_statistics(
-            value, key_valid, maximum=True, interpret=interpret
-        )
-    value_scale = value_scale_of(largest, means)
+        mean, largest = _mean_value(value, key_valid, count, interpret)
+        value_scale = value_scale_of(largest, None)
+        taken = (mean / value_scale)[:, :, None]
     value_codes = preparation.quantize_values(
-        value, count, order, means, value_scale, interpret=interpret
+        value, count, order, taken, value_scale, interpret=interpret
     )
     return Prepared8(
         query_codes,
@@ -113,10 +132,28 @@ def prepare_fused(
         key_scale,
         value_codes,
         value_scale,
-        None if means is None else scaled_means(means, value_scale),
+        taken if smooth else None,
+        mean,
         count,
         excess,
     )
+
+
+def _mean_value(
+    value: Float[Array, "b s k h"],
+    valid: Bool[Array, "b s"] | None,
+    count: Int[Array, " b"],
+    interpret: bool,
+) -> tuple[Float[Array, "b k h"], Float[Array, "b k h"]]:
+    """The mean of each channel over the valid tokens, and half of what is farthest from it."""
+    from .pallas_kernels import preparation
+
+    total, high, low = preparation.channel_statistics(
+        value, valid, ("sum", "high", "low"), interpret=interpret
+    )
+    mean = total / jnp.maximum(count, 1).astype(jnp.float32)[:, None, None] * (1.0 / SUM_UNIT)
+    ends = jnp.stack([0.5 * high - 0.5 * mean, 0.5 * low - 0.5 * mean])
+    return mean, jnp.where(count[:, None, None] > 0, largest_magnitude(ends, 0), 0.0)
 
 
 def starting_rows(
@@ -153,8 +190,16 @@ def cluster_order_fused(
     from .pallas_kernels import clustering
 
     value = lax.stop_gradient(value)
+    rows = starting_rows(value, valid, clusters)
     if centroids is None:
-        centroids = starting_rows(value, valid, clusters)
+        centroids = rows
+    else:
+        # One that is not finite would make codes of nothing of all others.
+        finite = jnp.all(jnp.isfinite(centroids), -1, keepdims=True)
+        centroids = jnp.where(finite, centroids, rows)
+    sample = None
+    if valid is not None and stride > 1:
+        sample = every_nth_valid(valid, stride)
     return clustering.cluster_order(
-        value, centroids, steps, valid, stride=stride, interpret=interpret
+        value, centroids, rows, steps, valid, stride=stride, sample=sample, interpret=interpret
     )

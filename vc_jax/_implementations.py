@@ -94,7 +94,8 @@ class Implementation:
 
 def _reference_kernel(static: Static, prepared: Prepared, dtype: DTypeLike) -> Result:
     out, lse = reference_attention(prepared, static.config)
-    return out.astype(dtype), (lse if static.residual else None)
+    most = float(jnp.finfo(dtype).max)
+    return jnp.clip(out, -most, most).astype(dtype), (lse if static.residual else None)
 
 
 def _plain_kernel(static: Static, inputs: Inputs) -> Result:

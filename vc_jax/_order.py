@@ -14,9 +14,15 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from ._arguments import Inputs
-from ._config import AttentionConfig, check_integer, default_clusters, resolve_config
+from ._config import (
+    AttentionConfig,
+    check_head_dim,
+    check_integer,
+    default_clusters,
+    resolve_config,
+)
 from ._preprocessing import key_order
-from ._tracing import Size, is_symbolic
+from ._tracing import Size, is_symbolic, own_promotion
 from ._vsmooth import sequence_order
 from .pallas_kernels._varying import vary_together
 
@@ -41,6 +47,7 @@ class AttentionState(NamedTuple):
     made: Bool[Array, "*l b"]
 
 
+@own_promotion
 def init_state(
     config: AttentionConfig | str,
     batch: int,
@@ -67,6 +74,7 @@ def init_state(
     for name, size in sizes.items():
         if name != "batch" or not is_symbolic(size):
             check_integer(name, size, 1)
+    check_head_dim("head_dim", head_dim, config)
     return _empty_state(config, batch, kv_length, kv_heads, head_dim, layers)
 
 
@@ -88,9 +96,9 @@ def _empty_state(
 def reset(state: AttentionState) -> AttentionState:
     """The state without its order: the next call in the window clusters from scratch.
 
-    For a change of the model under the same latents, such as Wan2.2's switch of experts, and after
-    a clustering of values that are nothing like those to come (all equal, another scale, not
-    finite): a refresh starts from the last centroids, and what fell into one cluster stays there.
+    For a change of the model under the same latents, such as Wan2.2's switch of experts. Values
+    that were nothing like those to come (all equal, another scale, not finite) need none: two
+    refreshes on ordinary values bring back what a fresh state would hold.
 
     Raises:
       TypeError: `state` is no AttentionState.

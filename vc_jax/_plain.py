@@ -14,7 +14,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from ._arguments import check_shapes
-from ._tracing import filled, jit
+from ._quantize import largest_magnitude
+from ._tracing import filled, jit, own_promotion
 from .pallas_kernels.layout import BLOCK
 
 
@@ -60,6 +61,18 @@ def _rows(key: Array, value: Array, key_valid: Array | None) -> _Rows:
     return _Rows(_blocks(jnp.where(mask, key, 0)), _blocks(jnp.where(mask, value, 0)), valid)
 
 
+def _value_unit(rows: _Rows) -> Float[Array, "b k 1 1 1"]:
+    """A power of two by which sums of the values of a head, however large, stay finite."""
+    if rows.value.dtype == jnp.float16:
+        return jnp.ones((*rows.value.shape[1:3], 1, 1, 1), jnp.float32)
+    largest = largest_magnitude(rows.value, (0, 3, 4))[..., None, None, None]
+    return jnp.where(largest > 2.0**64, 2.0**-32, 1.0)
+
+
+def _in_unit(rows: _Rows, unit: Array) -> _Rows:
+    return rows._replace(value=rows.value * unit[..., 0].astype(rows.value.dtype))
+
+
 def _product(equation: str, left: Array, right: Array) -> Array:
     """A matrix product at highest precision, summed in float32."""
     return jnp.einsum(
@@ -101,6 +114,7 @@ def _softmax_pass(query: Array, rows: _Rows, scale: Array | float) -> tuple[Arra
     return out, (largest + jnp.log(total))[..., 0]
 
 
+@own_promotion
 @jit()
 def plain_attention(
     query: Float[Array, "b t n h"],
@@ -122,8 +136,10 @@ def plain_attention(
     check_shapes(query, key, value)
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     heads = key.shape[2]
-    out, lse = _softmax_pass(_group(query, heads), _rows(key, value, key_valid), scale)
-    return _ungroup(out), _ungroup(lse[..., None])[..., 0]
+    rows = _rows(key, value, key_valid)
+    unit = _value_unit(rows)
+    out, lse = _softmax_pass(_group(query, heads), _in_unit(rows, unit), scale)
+    return _ungroup(out / unit), _ungroup(lse[..., None])[..., 0]
 
 
 @jit()
@@ -155,6 +171,9 @@ def attention_gradient(
     query = _group(query, heads)
     cotangent = _group(cotangent.astype(jnp.float32), heads)
     rows = _rows(key, value, key_valid)
+    unit = _value_unit(rows)
+    # Gradients of scores are in this unit, in which differences of large values are finite.
+    rows = _in_unit(rows, unit)
     out, lse = _softmax_pass(query, rows, scale)
     delta = jnp.sum(out * cotangent, -1, keepdims=True)
     lse = jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None]
@@ -171,8 +190,10 @@ def attention_gradient(
 
     start = filled(query.shape, 0, query, cotangent, *rows)
     query_gradient, blocks = lax.scan(step, start, rows)
+    query_gradient = query_gradient / unit
     scale_gradient = jnp.sum(query_gradient * query)
     key_gradient, value_gradient = (_unblock(x, length) for x in blocks)
+    key_gradient = key_gradient / unit[:, None, :, :, 0, 0]
     if key_valid is not None:
         keep = key_valid[:, :, None, None]
         key_gradient = jnp.where(keep, key_gradient, 0)

@@ -3,8 +3,10 @@
 The 8-bit layout is `pallas_kernels.layout`, which says what each array holds; `prepare` is its
 definition.
 
-4-bit layout (`Prepared4`): NVFP4 along channels for queries and keys, along tokens for values; the
-means are not scaled. Kernels that need another packing say so themselves.
+4-bit layout (`Prepared4`): NVFP4 along channels for queries and keys, along tokens for values, with
+a global scale per query, per block of keys and per channel of the values, so that an outlier takes
+no other query, block or channel with it; the means are not scaled. Kernels that need another
+packing say so themselves.
 """
 
 import math
@@ -27,9 +29,10 @@ from ._quantize import (
     power_of_two_at_least,
     quantize_int8,
     quantize_nvfp4,
+    round_to_bfloat16,
     saturate_e4m3,
 )
-from ._tracing import jit
+from ._tracing import jit, own_promotion
 from ._vsmooth import block_means
 from .pallas_kernels.layout import (
     BLOCK,
@@ -37,6 +40,8 @@ from .pallas_kernels.layout import (
     E4M3_NORM,
     LARGEST_UNIT,
     STEP,
+    SUM_UNIT,
+    TINY,
     Prepared8,
 )
 
@@ -45,11 +50,13 @@ class Prepared4(NamedTuple):
     """4-bit prepared inputs; see the module's text.
 
     Attributes:
-      query: Nvfp4 of [B, N, T, H], its global scale [B, N, 1, 1] holds the softmax scale and
+      query: Nvfp4 of [B, N, T, H], its global scale [B, N, T, 1] holds the softmax scale and
         8·log2(e), so scores are in codes.
-      key: Nvfp4 of [B, K, P, H], global scale [B, K, 1, 1].
-      value: Nvfp4 of [B, K, H, P] (tokens in plain order), global scale [B, K, 1, 1].
+      key: Nvfp4 of [B, K, P, H], global scale [B, K, n, 1, 1] per block of 128.
+      value: Nvfp4 of [B, K, H, P] (tokens in plain order), global scale [B, K, H, 1].
       block_means: bfloat16 [B, K, n, H], not scaled; `None` without V-Smooth.
+      value_mean: float32 [B, K, H], the mean that is taken from all values without V-Smooth;
+        `None` with it.
       kv_count: int32 [B], valid keys.
     """
 
@@ -57,6 +64,7 @@ class Prepared4(NamedTuple):
     key: Nvfp4
     value: Nvfp4
     block_means: Float[Array, "b k j h"] | None
+    value_mean: Float[Array, "b k h"] | None
     kv_count: Int[Array, " b"]
 
 
@@ -98,7 +106,7 @@ def _gather(tokens: Float[Array, "b s k h"], source: Int[Array, "b k p"]) -> Arr
 
 def _block_scale(amax: Array, largest: float, live: Array) -> Array:
     """Scales of the blocks [B, K, n]: 0 for keys of zeros; that of its step for a dead block."""
-    scale = jnp.where(amax == 0, 0.0, group_scale(amax, largest))
+    scale = jnp.where(amax <= TINY, 0.0, group_scale(amax, largest))
     first = jnp.repeat(scale[..., ::2], 2, -1)
     first_live = jnp.repeat(live[..., ::2], 2, -1)
     return jnp.where(live, scale, jnp.where(first_live, first, 0.0))
@@ -169,19 +177,57 @@ def _round_up_11_bits(scale: Array) -> Array:
 def value_scale_of(
     largest: Float[Array, "b k h"], means: Float[Array, "b k j h"] | None
 ) -> Float[Array, "b k h"]:
-    """Power-of-two scale per channel, given its largest residual.
+    """Power-of-two scale per channel, given half of its largest residual.
 
-    Residuals so small against the means that bfloat16 means are coarser anyway do not shrink the
-    scale further: the means stay within a float32 accumulator whatever the values are.
+    Residuals so small against the block means that bfloat16 means are coarser anyway do not shrink
+    the scale further: the means stay within a float32 accumulator whatever the values are.
     """
     if means is not None:
-        largest = jnp.maximum(largest, largest_magnitude(means, 2) * 2.0**-16)
-    return power_of_two_at_least(group_scale(largest, E4M3_MAX))
+        largest = jnp.maximum(largest, largest_magnitude(means, 2) * 2.0**-17)
+    return power_of_two_at_least(group_scale(largest, 0.5 * E4M3_MAX))
 
 
 def scaled_means(means: Float[Array, "b k j h"], scale: Float[Array, "b k h"]) -> Array:
-    """Block means in units of the value scale, bfloat16."""
+    """Means that are exact in bfloat16 in units of the value scale, as bfloat16."""
     return (means / scale[:, :, None]).astype(jnp.bfloat16)
+
+
+class _Residuals(NamedTuple):
+    """Values [B, K, P, H] and what is taken from them, the rest of which is quantised.
+
+    Attributes:
+      value: float32, zero in slots without a valid key.
+      taken: of each value's block or channel, broadcastable to `value`.
+      valid: [B, 1, P, 1].
+      means: float32 [B, K, n, H], exact in bfloat16; `None` without V-Smooth.
+      mean: float32 [B, K, H]; `None` with V-Smooth.
+    """
+
+    value: Array
+    taken: Array
+    valid: Array
+    means: Array | None
+    mean: Array | None
+
+    def in_units(self, scale: Array | float) -> Array:
+        """What is left, in units that keep it finite, zero in slots without a valid key."""
+        return jnp.where(self.valid, self.value / scale - self.taken / scale, 0.0)
+
+
+def _residuals(value: Array, valid: Array, count: Array, smooth: bool) -> _Residuals:
+    """Means of blocks, or of all values of a channel, over their valid tokens.
+
+    What is subtracted is what a kernel adds back: block means as they are stored, so that the
+    residual holds what rounding them cuts off.
+    """
+    value = jnp.where(valid, value, 0.0).astype(jnp.float32)
+    if smooth:
+        means = block_means(value, jnp.broadcast_to(count[:, None], value.shape[:2]))
+        means = round_to_bfloat16(means)
+        return _Residuals(value, jnp.repeat(means, BLOCK, 2), valid, means, None)
+    number = jnp.maximum(count, 1).astype(jnp.float32)[:, None, None]
+    mean = jnp.sum(value * SUM_UNIT, 2) / number * (1.0 / SUM_UNIT)
+    return _Residuals(value, mean[:, :, None], valid, None, mean)
 
 
 def _order_groups(values: Array, *, restore: bool = False) -> Array:
@@ -196,6 +242,7 @@ def _order_groups(values: Array, *, restore: bool = False) -> Array:
     return bits.reshape(values.shape)
 
 
+@own_promotion
 def prepare(
     query: Float[Array, "b t n h"],
     key: Float[Array, "b s k h"],
@@ -206,9 +253,10 @@ def prepare(
     order: Int[Array, "b k s"] | Int[Array, "b 1 s"] | None = None,
     kv_count: Int[Array, " b"] | None = None,
     key_mean: Float[Array, "b k h"] | None = None,
+    balance: Float[Array, "b k h"] | None = None,
     smooth: bool | None = None,
 ) -> Prepared:
-    """Rotate, centre, sort and quantise the inputs of an attention call.
+    """Centre, balance, rotate, sort and quantise the inputs of an attention call.
 
     Args:
       query, key, value: float, BTNH. Bytes of invalid keys and values do not matter.
@@ -217,6 +265,8 @@ def prepare(
       order: permutation of the keys, position -> token, valid tokens first; `None`: as they are.
       kv_count: number of valid keys, the first so many of the order; `None`: all.
       key_mean: subtracted from the keys (`mean_key`); `None`: nothing.
+      balance: powers of two that the channels of queries are multiplied with and those of keys
+        divided by (`channel_balance`); `None`: 1.
       smooth: take block means out of the values; `None`: as the configuration says.
 
     Raises:
@@ -238,33 +288,24 @@ def prepare(
     key = _gather(key, source).astype(jnp.float32)
     if key_mean is not None:
         key = key - key_mean[:, :, None]
+    if balance is not None:
+        query = query * _by_query_head(balance, query)[:, :, None]
+        key = key * (1.0 / balance)[:, :, None]
     if config.rotate:
         query, key = hadamard_rotate(query), hadamard_rotate(key)
     live = (jnp.arange(source.shape[-1] // BLOCK) * BLOCK < count[:, None])[:, None]
     step_live = jnp.repeat(live[..., ::2], STEP, -1)
     key = jnp.where(step_live[..., None], key, 0.0)
 
-    value = jnp.where(valid[:, None, :, None], _gather(value, source), 0.0).astype(jnp.float32)
-    if smooth:
-        means = block_means(value, jnp.broadcast_to(count[:, None], value.shape[:2]))
-        residual = value - jnp.repeat(means, BLOCK, 2)
-        residual = jnp.where(valid[:, None, :, None], residual, 0.0)
-    else:
-        means, residual = None, value
-
+    residuals = _residuals(_gather(value, source), valid[:, None, :, None], count, smooth)
     if config.qk == "nvfp4":
-        return Prepared4(
-            quantize_nvfp4(query, (-1, -2)),
-            quantize_nvfp4(key, (-1, -2)),
-            quantize_nvfp4(jnp.swapaxes(residual, 2, 3), (-1, -2)),
-            None if means is None else means.astype(jnp.bfloat16),
-            count,
-        )
+        return _prepared4(query, key, residuals, count)
     quantize_scores = _scale_int8 if config.qk == "int8" else _scale_e4m3
     query_codes, query_scale, key_codes, key_scale = quantize_scores(query, key, live)
     query_scale, score_excess = _within_range(query_scale, key_scale)
-    value_scale = value_scale_of(largest_magnitude(residual, 2), means)
-    codes = saturate_e4m3(jnp.swapaxes(residual, 2, 3) / value_scale[..., None])
+    means = residuals.means
+    value_scale = value_scale_of(largest_magnitude(residuals.in_units(2.0), 2), means)
+    codes = saturate_e4m3(jnp.swapaxes(residuals.in_units(value_scale[:, :, None]), 2, 3))
     codes = jnp.concatenate([codes, _count_rows(valid, codes)], 2)
     return Prepared8(
         query_codes,
@@ -274,8 +315,26 @@ def prepare(
         _order_groups(codes),
         value_scale,
         None if means is None else scaled_means(means, value_scale),
+        residuals.mean,
         count,
         score_excess,
+    )
+
+
+def _prepared4(query: Array, key: Array, residuals: _Residuals, count: Array) -> Prepared4:
+    """NVFP4 of balanced, rotated queries and keys and of residuals."""
+    batch, heads, stored, size = key.shape
+    by_block = quantize_nvfp4(key.reshape(batch, heads, stored // BLOCK, BLOCK, size), (-1, -2))
+    flat = (x.reshape(batch, heads, stored, -1) for x in (by_block.codes, by_block.scales))
+    # In half units, in which what is left of finite values is finite.
+    value = quantize_nvfp4(jnp.swapaxes(residuals.in_units(2.0), 2, 3), -1)
+    return Prepared4(
+        quantize_nvfp4(query, -1),
+        Nvfp4(*flat, by_block.global_scale),
+        value._replace(global_scale=2.0 * value.global_scale),
+        None if residuals.means is None else residuals.means.astype(jnp.bfloat16),
+        residuals.mean,
+        count,
     )
 
 
@@ -299,6 +358,13 @@ def plain_value_codes(prepared: Prepared8) -> Float8e4m3fn[Array, "b k h p"]:
     return _order_groups(prepared.value_codes[:, :, :-COUNT_ROWS], restore=True)
 
 
+def by_block(key: Nvfp4) -> Nvfp4:
+    """Keys of `Prepared4` as [B, K, n, 128, H], which its global scale goes with."""
+    shape = (*key.codes.shape[:2], -1, BLOCK)
+    codes, scales = (x.reshape(*shape, x.shape[-1]) for x in (key.codes, key.scales))
+    return Nvfp4(codes, scales, key.global_scale)
+
+
 class Restored(NamedTuple):
     """What prepared inputs stand for, float32, in the order of the call.
 
@@ -314,11 +380,13 @@ class Restored(NamedTuple):
     value: Float[Array, "b k p h"]
 
 
+@own_promotion
 @jit()
 def restore(prepared: Prepared) -> Restored:
     """Undo `prepare` up to what quantisation lost: `query · key` are the scores in codes."""
     if isinstance(prepared, Prepared4):
-        query, key = dequantize_nvfp4(prepared.query), dequantize_nvfp4(prepared.key)
+        query, key = dequantize_nvfp4(prepared.query), dequantize_nvfp4(by_block(prepared.key))
+        key = key.reshape((*prepared.key.codes.shape[:3], -1))
         residual, scale = dequantize_nvfp4(prepared.value), jnp.float32(1.0)
     else:
         query = prepared.query_codes.astype(jnp.float32) * prepared.query_scale[..., None]
@@ -330,5 +398,7 @@ def restore(prepared: Prepared) -> Restored:
     if prepared.block_means is not None:
         value = value + jnp.repeat(prepared.block_means.astype(jnp.float32), BLOCK, 2)
     value = value * scale
+    if prepared.value_mean is not None:
+        value = value + prepared.value_mean[:, :, None]
     valid = jnp.arange(value.shape[2]) < prepared.kv_count[:, None]
     return Restored(query, key, jnp.where(valid[:, None, :, None], value, 0.0))

@@ -11,11 +11,12 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from ._arguments import Inputs
+from ._balance import channel_balance
 from ._config import AttentionConfig, default_clusters, default_lloyd_stride
 from ._fused import (
+    channel_sizes_fused,
     cluster_order_fused,
     clustering_unsupported,
-    key_mean_fused,
     preparation_unsupported,
     prepare_fused,
 )
@@ -75,7 +76,11 @@ def prepare_call(
         "smooth": static.smooth,
     }
     if fuses(static.implementation, inputs):
-        mean = key_mean_fused(inputs.key, valid, count) if config.center_keys else None
-        return prepare_fused(*arrays, key_valid=valid, mean=mean, **common), mean
+        mean, balance = channel_sizes_fused(inputs.query, inputs.key, config, valid)
+        common.update(key_mean=mean, balance=balance, key_valid=valid)
+        return prepare_fused(*arrays, **common), mean
     mean = mean_key(inputs.key, valid) if config.center_keys else None
-    return prepare(*arrays, key_mean=mean, **common), mean
+    balance = None
+    if config.balance_channels:
+        balance = channel_balance(inputs.query, inputs.key, valid, key_mean=mean)
+    return prepare(*arrays, key_mean=mean, balance=balance, **common), mean

@@ -12,15 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float8e4m3fn, Shaped, UInt8
+from jaxtyping import Array, Bool, Float, Float8e4m3fn, Int, Shaped, UInt8
 
-from .pallas_kernels.layout import E4M3
+from ._config import NVFP4_GROUP
+from ._tracing import own_promotion
+from .pallas_kernels.layout import E4M3, SUM_UNIT, TINY
 
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
-NVFP4_GROUP = 16
-_TINY = 2.0**-100
-"""Groups whose largest magnitude is below this (about 8e-31) quantise to zeros."""
+_NVFP4_TOP_SCALE = 288.0
+"""The scale, in E4M3, of the group with the largest magnitude if that is mapped to 6: 1.5 times as
+much, for 4, is still within E4M3."""
 
 
 class Quantized(NamedTuple):
@@ -50,7 +52,7 @@ def group_scale(amax: Float[Array, "..."], largest: float) -> Float[Array, "..."
 
     A NaN or an infinity among the values makes the scale NaN or infinite, so that it shows.
     """
-    return jnp.where(amax <= _TINY, 1.0, amax / largest)
+    return jnp.where(amax <= TINY, 1.0, amax / largest)
 
 
 def saturate_e4m3(values: Float[Array, "..."]) -> Float8e4m3fn[Array, "..."]:
@@ -58,6 +60,7 @@ def saturate_e4m3(values: Float[Array, "..."]) -> Float8e4m3fn[Array, "..."]:
     return jnp.clip(values, -E4M3_MAX, E4M3_MAX).astype(E4M3)
 
 
+@own_promotion
 def quantize_int8(values: Float[Array, "..."], axis: int | tuple[int, ...] = -1) -> Quantized:
     """INT8 codes in [-127, 127] with one FP32 scale `amax / 127` per group.
 
@@ -79,6 +82,7 @@ def quantize_int8(values: Float[Array, "..."], axis: int | tuple[int, ...] = -1)
     return Quantized(jnp.clip(jnp.round(values / scale), -127, 127).astype(jnp.int8), scale)
 
 
+@own_promotion
 def quantize_e4m3(values: Float[Array, "..."], axis: int | tuple[int, ...] = -1) -> Quantized:
     """E4M3 codes with one FP32 scale `amax / 448` per group.
 
@@ -95,6 +99,7 @@ def quantize_e4m3(values: Float[Array, "..."], axis: int | tuple[int, ...] = -1)
     return Quantized(saturate_e4m3(values / scale), scale)
 
 
+@own_promotion
 def dequantize(quantized: Quantized) -> Float[Array, "..."]:
     """Codes times scale, float32."""
     return quantized.codes.astype(jnp.float32) * quantized.scale
@@ -145,13 +150,16 @@ def unpack_nibbles(packed: UInt8[Array, "... n"]) -> UInt8[Array, "... 2*n"]:
     return jnp.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:-1], -1)
 
 
+@own_promotion
 def quantize_nvfp4(
     values: Float[Array, "... n"], global_axes: int | tuple[int, ...] | None = None
 ) -> Nvfp4:
     """NVFP4 along the last axis: E2M1 codes, an E4M3 scale per 16 elements, an FP32 global scale.
 
-    The global scale is `amax / (448 * 6)`, so that the largest group scale is exactly
-    representable; a group's scale is `amax_group / 6` in units of it, rounded to E4M3.
+    A group's scale maps its largest magnitude to 6 or to 4, the largest and the second largest
+    code: whichever loses less (squared error), 6 of equals. E2M1 has nothing between 4 and 6, so a
+    group with values at five sixths of its largest is better off with 4. The global scale is
+    `amax / (288 * 6)`: the largest group's scale is exact in E4M3 for 6, and in range for 4.
 
     Args:
       values: [..., n], float, n a multiple of 16.
@@ -165,21 +173,42 @@ def quantize_nvfp4(
         raise ValueError(f"values must have a last axis that is a multiple of 16, got {n}")
     values = values.astype(jnp.float32)
     largest = largest_magnitude(values, global_axes, True)
-    global_scale = group_scale(largest, E4M3_MAX * E2M1_MAX)
+    global_scale = group_scale(largest, _NVFP4_TOP_SCALE * E2M1_MAX)
     groups = (values / global_scale).reshape(*values.shape[:-1], n // NVFP4_GROUP, NVFP4_GROUP)
-    codes, scales = nvfp4_groups(groups)
+    codes, scales = _closest_groups(groups)
     return Nvfp4(pack_nibbles(codes.reshape(values.shape)), scales, global_scale)
 
 
-def nvfp4_groups(
-    groups: Float[Array, "... g 16"],
-) -> tuple[UInt8[Array, "... g 16"], Float8e4m3fn[Array, "... g"]]:
+class _Groups(NamedTuple):
     """E2M1 codes (one a byte) and E4M3 scales of groups that are in units of the global scale."""
-    scales = saturate_e4m3(largest_magnitude(groups, -1) / E2M1_MAX)
+
+    codes: UInt8[Array, "... g 16"]
+    scales: Float8e4m3fn[Array, "... g"]
+
+    def values(self) -> Float[Array, "... g 16"]:
+        return decode_e2m1(self.codes) * self.scales.astype(jnp.float32)[..., None]
+
+
+def nvfp4_groups(groups: Float[Array, "... g 16"], largest_code: float = E2M1_MAX) -> _Groups:
+    """Groups in units of the global scale, the largest magnitude of each at `largest_code`."""
+    scales = saturate_e4m3(largest_magnitude(groups, -1) / largest_code)
     step = scales.astype(jnp.float32)[..., None]
-    return encode_e2m1(jnp.where(step > 0, groups / jnp.where(step > 0, step, 1.0), 0.0)), scales
+    scaled = jnp.where(step > 0, groups / jnp.where(step > 0, step, 1.0), 0.0)
+    return _Groups(encode_e2m1(scaled), scales)
 
 
+def _closest_groups(groups: Float[Array, "... g 16"]) -> _Groups:
+    """Groups with their largest at 6 or at 4, whichever is nearer to them."""
+    six, four = nvfp4_groups(groups), nvfp4_groups(groups, 4.0)
+    lost, lost_by_four = (jnp.sum((x.values() - groups) ** 2, -1) for x in (six, four))
+    better = lost_by_four < lost
+    return _Groups(
+        jnp.where(better[..., None], four.codes, six.codes),
+        lax.select(better, four.scales, six.scales),
+    )
+
+
+@own_promotion
 def dequantize_nvfp4(quantized: Nvfp4) -> Float[Array, "... n"]:
     """The float32 values of `quantize_nvfp4`'s result."""
     codes = decode_e2m1(unpack_nibbles(quantized.codes))
@@ -209,22 +238,39 @@ def hadamard_matrix(size: int) -> npt.NDArray[np.float32]:
     return np.kron(np.eye(size // order), matrix / math.sqrt(order)).astype(np.float32)
 
 
+@own_promotion
 def hadamard_rotate(vectors: Float[Array, "... h"]) -> Float[Array, "... h"]:
     """Vectors times `hadamard_matrix` along the last axis, in float32 at highest precision."""
     matrix = jnp.asarray(hadamard_matrix(vectors.shape[-1]))
     return jnp.matmul(vectors.astype(jnp.float32), matrix, precision=lax.Precision.HIGHEST)
 
 
+@own_promotion
 def mean_key(
     key: Float[Array, "b s k h"], key_valid: Bool[Array, "b s"] | None = None
 ) -> Float[Array, "b k h"]:
     """The mean over valid tokens of each channel of each head, float32; 0 where none is valid."""
     key = key.astype(jnp.float32)
-    if key_valid is None:
-        return jnp.mean(key, axis=1)
-    count = jnp.sum(key_valid, axis=1).astype(jnp.float32)[:, None, None]
-    total = jnp.sum(jnp.where(key_valid[:, :, None, None], key, 0.0), axis=1)
-    return total / jnp.maximum(count, 1.0)
+    if key_valid is not None:
+        key = jnp.where(key_valid[:, :, None, None], key, 0.0)
+    # In smaller units, in which the sum of up to 2^20 values of any size is finite.
+    total = jnp.sum(key * SUM_UNIT, axis=1)
+    return total / count_of(key, key_valid) * (1.0 / SUM_UNIT)
+
+
+def count_of(
+    tokens: Float[Array, "b s k h"], valid: Bool[Array, "b s"] | None
+) -> Float[Array, "b 1 1"]:
+    """Valid tokens of each batch row, at least 1, float32."""
+    if valid is None:
+        return jnp.full((tokens.shape[0], 1, 1), tokens.shape[1], jnp.float32)
+    count = jnp.sum(valid, 1, dtype=jnp.int32)
+    return jnp.maximum(count, 1).astype(jnp.float32)[:, None, None]
+
+
+def power_of_two(exponent: Int[Array, "..."]) -> Float[Array, "..."]:
+    """2 to an integer power from -126 to 127, exactly."""
+    return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
 
 def power_of_two_at_least(values: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -236,3 +282,13 @@ def power_of_two_at_least(values: Float[Array, "..."]) -> Float[Array, "..."]:
     exponent = (lax.bitcast_convert_type(values, jnp.int32) + 0x007FFFFF) >> 23
     rounded = lax.bitcast_convert_type(exponent << 23, jnp.float32)
     return jnp.where(jnp.isfinite(values), rounded, values)
+
+
+def round_to_bfloat16(values: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Values rounded to bfloat16's grid, kept in float32; finite ones stay finite.
+
+    A cast back and forth would not do: XLA removes it where excess precision is allowed.
+    """
+    most = float(jnp.finfo(jnp.bfloat16).max)
+    bounded = jnp.where(jnp.isfinite(values), jnp.clip(values, -most, most), values)
+    return lax.reduce_precision(bounded, exponent_bits=8, mantissa_bits=7)

@@ -35,28 +35,32 @@ from ._quantize import (
     NVFP4_GROUP,
     Nvfp4,
     decode_e2m1,
+    largest_magnitude,
     nvfp4_groups,
+    power_of_two_at_least,
     saturate_e4m3,
     unpack_nibbles,
 )
-from ._tracing import filled, jit
+from ._tracing import filled, jit, own_promotion
 from .pallas_kernels.layout import BLOCK, PROBABILITY_SCALE, STEP
 
 Products = Callable[[Array, Array], Array]
 LOWEST = float(jnp.finfo(jnp.float32).min)
 _NVFP4_UNIT = E4M3_MAX * E2M1_MAX
 """What a probability of 1 is stored as in NVFP4: its group scales then use their whole range."""
+_MOST_PER_UNIT = 2.0**90
+"""Codes that a unit of a product of NVFP4 codes, at most 2^30 of them, may stand for."""
 
 
 class _Block(NamedTuple):
     """One step of 256 keys (two blocks), rows of a key head grouped as [B, K, G, T].
 
-    `unit` is what a residual code of 1 stands for in units of the means; `None`: 1.
+    `unit` is what a residual code of 1 stands for in units of the means, per channel; `None`: 1.
     """
 
     key: Float[Array, "b k j h"]
     residual: Float[Array, "b k h j"]
-    unit: Float[Array, "b k 1 1"] | None
+    unit: Float[Array, "b k h 1"] | None
     means: Float[Array, "b k 2 h"] | None
     multiplier: Float[Array, "b k g t j"]
     valid: Bool[Array, "b 1 1 1 j"]
@@ -129,9 +133,7 @@ def _nvfp4_exponential(scaled: Array, largest: Array) -> Array:
     """Probabilities in NVFP4 groups of 16 keys."""
     probability = _NVFP4_UNIT * _octaves(scaled - largest)
     groups = probability.reshape(*probability.shape[:-1], -1, NVFP4_GROUP)
-    codes, scales = nvfp4_groups(groups)
-    decoded = decode_e2m1(codes) * scales.astype(jnp.float32)[..., None]
-    return decoded.reshape(probability.shape)
+    return nvfp4_groups(groups).values().reshape(probability.shape)
 
 
 def _step(
@@ -161,7 +163,7 @@ def _step(
     row_sum = jnp.sum(sums_of_blocks, -1, keepdims=True)
     weighted = _matmul("bkgtj,bkhj->bkgth", probability, block.residual)
     if block.unit is not None:
-        weighted *= block.unit[:, :, None]
+        weighted *= jnp.swapaxes(block.unit, 2, 3)[:, :, None]
     if block.means is not None:
         for i in range(STEP // BLOCK):
             weighted += sums_of_blocks[..., i : i + 1] * block.means[:, :, None, None, i]
@@ -183,6 +185,7 @@ class _Operands(NamedTuple):
     means: Array | None
     multiplier: Float[Array, "b k g t j"]
     value_scale: Float[Array, "b k h"]
+    value_mean: Array | None
 
 
 def nvfp4_codes(quantized: Nvfp4) -> Float[Array, "... n"]:
@@ -193,8 +196,8 @@ def nvfp4_codes(quantized: Nvfp4) -> Float[Array, "... n"]:
 
 def _operands(prepared: Prepared) -> _Operands:
     codes = prepared.key.codes if isinstance(prepared, Prepared4) else prepared.key_codes
-    batch, heads, stored = codes.shape[:3]
-    blocks = stored // BLOCK
+    batch, heads = codes.shape[:2]
+    means = prepared.block_means
 
     def by_key_head(rows: Array) -> Array:
         return rows.reshape(batch, heads, -1, *rows.shape[2:])
@@ -202,19 +205,33 @@ def _operands(prepared: Prepared) -> _Operands:
     if isinstance(prepared, Prepared4):
         query, key = nvfp4_codes(prepared.query), nvfp4_codes(prepared.key)
         residual, unit = nvfp4_codes(prepared.value), prepared.value.global_scale
-        size = residual.shape[2]
-        scale = by_key_head(prepared.query.global_scale) * prepared.key.global_scale[:, :, None]
-        # Finite, so that a product of zero codes stays zero whatever the scales are.
-        scale = jnp.minimum(scale, float(jnp.finfo(jnp.float32).max))
-        rows = by_key_head(query).shape[:-1]
-        multiplier = jnp.broadcast_to(scale, (*rows, blocks))
-        value_scale = filled((batch, heads, size), 1, residual)
+        scale = by_key_head(prepared.query.global_scale)
+        scale = scale * prepared.key.global_scale[:, :, None, None, :, 0, 0]
+        # Bounded, so that scores are finite whatever the scales are, and zero for codes of zero.
+        multiplier = jnp.minimum(scale, _MOST_PER_UNIT)
+        # Sums over all keys are in these units, in which they are finite.
+        value_scale = unit[..., 0]
+        if means is not None:
+            value_scale = jnp.maximum(value_scale, largest_magnitude(means, 2) * 2.0**-16)
+            means = means.astype(jnp.float32)
+        value_scale = power_of_two_at_least(value_scale)
+        unit = unit / value_scale[..., None]
+        means = None if means is None else means / value_scale[:, :, None]
     else:
         query, key = prepared.query_codes, prepared.key_codes
         residual, unit = plain_value_codes(prepared), None
         multiplier, value_scale = by_key_head(score_multiplier(prepared)), prepared.value_scale
     query = by_key_head(query.astype(jnp.float32))
-    return _Operands(query, key, residual, unit, prepared.block_means, multiplier, value_scale)
+    return _Operands(
+        query,
+        key,
+        residual,
+        unit,
+        means,
+        multiplier,
+        value_scale,
+        prepared.value_mean,
+    )
 
 
 def _slice_block(operands: _Operands, kv_count: Array, index: Array) -> _Block:
@@ -233,6 +250,7 @@ def _slice_block(operands: _Operands, kv_count: Array, index: Array) -> _Block:
     )
 
 
+@own_promotion
 @jit(static_argnames=("config", "products"))
 def reference_attention(
     prepared: Prepared, config: AttentionConfig, *, products: Products | None = None
@@ -274,6 +292,8 @@ def reference_attention(
     empty = sums.total == 0
     out = sums.weighted / jnp.where(empty, 1.0, sums.total)
     out = out * operands.value_scale[:, :, None, None]
+    if operands.value_mean is not None:
+        out = jnp.where(empty, out, out + operands.value_mean[:, :, None, None])
     top = (
         anchor(sums.largest, half=config.qk == "e4m3").code
         if (config.softmax == "expcast_running")

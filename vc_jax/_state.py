@@ -1,5 +1,6 @@
 """`attention_step`: attention that keeps the order of the keys over denoising steps."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Literal, overload
@@ -16,7 +17,7 @@ from ._dispatch import attend, request_of, select_implementation
 from ._implementations import Static
 from ._order import AttentionState, after_window, check_state, in_window, same_keys, unchanged
 from ._schedule import DenoisingSchedule
-from ._tracing import concrete
+from ._tracing import concrete, own_promotion
 
 
 def _check_index(name: str, index, size: int) -> None:
@@ -96,6 +97,7 @@ def attention_step(
 ) -> tuple[Output | tuple[Output, Normaliser], AttentionState]: ...
 
 
+@own_promotion
 def attention_step(
     query: Float[Array, "*b t n h"],
     key: Float[Array, "*b s k h"],
@@ -127,7 +129,8 @@ def attention_step(
 
     Args:
       state: from `init_state`, with a leading layer axis if `layer` is given.
-      step: index of the denoising step, 0 first; may be traced, one compilation serves all.
+      step: index of the denoising step, 0 first; may be traced, one compilation serves all. A
+        traced one that is not in the schedule gives NaN.
       schedule: what each step does.
       layer: index into the state's layer axis; may be traced.
       Others as in `dot_product_attention`.
@@ -160,6 +163,9 @@ def attention_step(
     if layer is not None:
         _check_index("layer", layer, state.made.shape[0])
     step = jnp.asarray(step)
+    known = (step >= 0) & (step < schedule.num_steps)
+    # Every score and with it every output of a step that there is not is NaN.
+    inputs = dataclasses.replace(inputs, scale=jnp.where(known, inputs.scale, jnp.nan))
     one = (
         state
         if layer is None

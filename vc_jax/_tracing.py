@@ -22,6 +22,21 @@ def jit[**P, R](**options: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return functools.partial(jax.jit, **options)
 
 
+def own_promotion[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """A function under JAX's usual rules of promotion, whichever a user has set for own code.
+
+    The strict ones (`jax_numpy_rank_promotion="raise"`, `jax_numpy_dtype_promotion="strict"`) find
+    oversights in the code that is being written; they are not about the libraries it calls.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+            return function(*args, **kwargs)
+
+    return call
+
+
 def filled(shape: tuple[Size, ...], fill: float | int, *like: Array, dtype=jnp.float32) -> Array:
     """A constant array that varies over the same manual mesh axes as all of `like`.
 

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from ._tracing import concrete, filled
-from .pallas_kernels.layout import BLOCK
+from ._tracing import concrete, filled, own_promotion
+from .pallas_kernels.layout import BLOCK, SUM_UNIT
 
 _CHUNK = 2048
 """Tokens whose distances to the centroids exist at one time."""
@@ -32,6 +32,24 @@ class Clusters(NamedTuple):
 
     labels: Int[Array, "... s"]
     centroids: Float[Array, "... k h"]
+
+
+def every_nth_valid(
+    valid: Bool[Array, "*b s"], stride: int
+) -> tuple[Int[Array, "*b n"], Bool[Array, "*b n"]]:
+    """The token of every `stride`-th valid one, int32 [..., ceil(S / stride)], and whether it is.
+
+    Which tokens those are does not depend on where invalid ones lie between them.
+    """
+    length = valid.shape[-1]
+    so_far = jnp.cumsum(valid, -1, dtype=jnp.int32)
+    wanted = jnp.arange(0, length, stride, dtype=jnp.int32)
+
+    def tokens(row: Array) -> Array:
+        return jnp.searchsorted(row, wanted + 1).astype(jnp.int32)
+
+    token = jax.vmap(tokens)(so_far.reshape(-1, length)).reshape(*valid.shape[:-1], wanted.size)
+    return jnp.minimum(token, length - 1), wanted < so_far[..., -1:]
 
 
 def spread_rows(
@@ -51,9 +69,14 @@ def spread_rows(
 def nearest_centroid(
     values: Float[Array, "s h"], centroids: Float[Array, "k h"]
 ) -> Int[Array, " s"]:
-    """The centroid of least squared L2 distance, the first of equals, int32."""
+    """The centroid of least squared L2 distance, the first of equals, int32.
+
+    A centroid that is not finite, or too far to be squared, is nearest to none.
+    """
     inner = jnp.matmul(values, centroids.T, precision=lax.Precision.HIGHEST)
-    return jnp.argmin(jnp.sum(centroids**2, -1) - 2.0 * inner, -1).astype(jnp.int32)
+    distance = jnp.sum(centroids**2, -1) - 2.0 * inner
+    distance = jnp.where(jnp.isfinite(distance), distance, jnp.inf)
+    return jnp.argmin(distance, -1).astype(jnp.int32)
 
 
 def _centre(points: Float[Array, "n h"], counted: Bool[Array, " n"]) -> Float[Array, " h"]:
@@ -73,8 +96,8 @@ def _chunks(array: Array, length: int) -> Array:
     return array.reshape(-1, length, *array.shape[1:])
 
 
-def _lloyd_step(chunks: Array, valid: Array, centroids: Array) -> Array:
-    """One Lloyd step over [n, chunk, H] values: new centroids; an empty cluster keeps its own."""
+def _lloyd_step(chunks: Array, valid: Array, centroids: Array, rows: Array) -> Array:
+    """One Lloyd step over [n, chunk, H] values: new centroids; an empty cluster takes its row."""
     k = centroids.shape[0]
 
     def add(carry, chunk):
@@ -86,25 +109,34 @@ def _lloyd_step(chunks: Array, valid: Array, centroids: Array) -> Array:
 
     start = (filled(centroids.shape, 0, chunks, valid), filled((k,), 0, chunks, valid))
     (total, count), _ = lax.scan(add, start, (chunks, valid))
-    return jnp.where(count[:, None] > 0, total / jnp.maximum(count, 1.0)[:, None], centroids)
+    return jnp.where(count[:, None] > 0, total / jnp.maximum(count, 1.0)[:, None], rows)
 
 
 def _kmeans_head(
-    values: Array, valid: Array, centroids: Array, steps: Array | int, stride: int
+    values: Array,
+    valid: Array,
+    centroids: Array | None,
+    clusters: int,
+    steps: Array | int,
+    stride: int,
 ) -> Clusters:
     values = values.astype(jnp.float32)
     centre = _centre(values, valid)
     values = jnp.where(valid[:, None], values - centre, 0.0)
     length = min(_CHUNK, values.shape[0])
-    sample, sample_valid = _chunks(values[::stride], length), _chunks(valid[::stride], length)
-    start = filled((), 0, values, valid) + (centroids.astype(jnp.float32) - centre)
-    centroids = lax.fori_loop(0, steps, lambda _, c: _lloyd_step(sample, sample_valid, c), start)
+    token, sampled = every_nth_valid(valid, stride)
+    sample, sampled = _chunks(values[token], length), _chunks(sampled, length)
+    rows = spread_rows(values, valid, clusters)
+    start = rows if centroids is None else centroids.astype(jnp.float32) - centre
+    start = filled((), 0, values, valid) + start
+    centroids = lax.fori_loop(0, steps, lambda _, c: _lloyd_step(sample, sampled, c, rows), start)
     chunks = _chunks(values, length)
     labels = lax.map(lambda chunk: nearest_centroid(chunk, centroids), chunks)
     labels = labels.reshape(-1)[: values.shape[0]]
     return Clusters(jnp.where(valid, labels, centroids.shape[0]), centroids + centre)
 
 
+@own_promotion
 def kmeans(
     values: Float[Array, "*batch s h"],
     clusters: int,
@@ -117,14 +149,16 @@ def kmeans(
     """Plain k-means (squared L2) over the tokens of each leading index, independently.
 
     Deterministic: a cold start takes rows spread evenly over the valid tokens, the number of Lloyd
-    steps is fixed, equal distances go to the first centroid, an empty cluster keeps its centroid.
+    steps is fixed, equal distances go to the first centroid. In a Lloyd step an empty cluster,
+    which one of two equal centroids and one that is not finite are, takes the row of a cold start:
+    clusters heal whatever the centroids came from.
     Distances exist for 2 048 tokens at a time.
 
     Args:
       values: [..., S, H], float. Bytes of invalid tokens do not matter.
       clusters: k >= 1; may exceed the number of tokens.
       steps: Lloyd steps, >= 0; may be traced.
-      stride: a Lloyd step looks at every `stride`-th token only; all tokens get a label.
+      stride: a Lloyd step looks at every `stride`-th valid token; all tokens get a label.
       valid: [..., S]; `None`: all tokens.
       centroids: [..., k, H] to start from (warm start) instead of rows of the values.
 
@@ -152,17 +186,17 @@ def kmeans(
         wanted = f"bool {[*batch, length]}"
         raise ValueError(f"valid must be {wanted}, got {valid.dtype} {list(valid.shape)}")
     values, valid = values.reshape(-1, length, size), valid.reshape(-1, length)
-    if centroids is None:
-        centroids = jax.vmap(lambda v, m: spread_rows(v, m, clusters))(values, valid)
-    elif centroids.shape != (*batch, clusters, size):
-        expected = (*batch, clusters, size)
+    expected = (*batch, clusters, size)
+    if centroids is not None and centroids.shape != expected:
         raise ValueError(f"centroids must have shape {expected}, got {centroids.shape}")
-    centroids = centroids.reshape(-1, clusters, size)
-    head = functools.partial(_kmeans_head, steps=steps, stride=stride)
+    if centroids is not None:
+        centroids = centroids.reshape(-1, clusters, size)
+    head = functools.partial(_kmeans_head, clusters=clusters, steps=steps, stride=stride)
     result = jax.vmap(head)(values, valid, centroids)
     return Clusters(*(x.reshape(*batch, *x.shape[1:]) for x in result))
 
 
+@own_promotion
 def similar_clusters_together(centroids: Float[Array, "*batch k h"]) -> Int[Array, "*batch k"]:
     """A place for each cluster, so that neighbours in the order are near each other.
 
@@ -196,6 +230,7 @@ def similar_clusters_together(centroids: Float[Array, "*batch k h"]) -> Int[Arra
     return places.reshape(*batch, clusters)
 
 
+@own_promotion
 def cluster_order(
     labels: Int[Array, "*batch s"], places: Int[Array, "*batch k"] | None = None
 ) -> Int[Array, "*batch s"]:
@@ -223,6 +258,7 @@ def sequence_order(key_valid: Bool[Array, "b s"]) -> Int[Array, "b s"]:
     return order.at[row, position].set(token, unique_indices=True)
 
 
+@own_promotion
 def block_means(
     values: Float[Array, "... s h"], count: Int[Array, "..."] | None = None
 ) -> Float[Array, "... n h"]:
@@ -239,15 +275,17 @@ def block_means(
     if length % BLOCK:
         raise ValueError(f"values must have a multiple of {BLOCK} tokens, got {length}")
     blocks = values.astype(jnp.float32).reshape(*batch, length // BLOCK, BLOCK, size)
+    blocks = blocks * SUM_UNIT
     if count is None:
-        return jnp.mean(blocks, -2)
+        return jnp.sum(blocks, -2) * (1.0 / (BLOCK * SUM_UNIT))
     first = jnp.arange(length // BLOCK) * BLOCK
     inside = jnp.clip(count[..., None] - first, 0, BLOCK)
     member = (jnp.arange(BLOCK) < inside[..., None])[..., None]
     total = jnp.sum(jnp.where(member, blocks, 0.0), -2)
-    return total / jnp.maximum(inside, 1)[..., None].astype(jnp.float32)
+    return total / jnp.maximum(inside, 1)[..., None].astype(jnp.float32) * (1.0 / SUM_UNIT)
 
 
+@own_promotion
 def mean_energy(values: Float[Array, "... s h"]) -> Float[Array, "..."]:
     """Share of the energy of whole 128-token blocks that their means hold: B·|mu|² / |V|².
 

@@ -34,7 +34,10 @@ def check_kinds(prepared: Any) -> None:
         raise TypeError(f"prepared must be a Prepared8, got {type(prepared).__name__}")
     arrays = _arrays(prepared)
     for name, array in arrays.items():
-        optional = name == "block_means" and array is None
+        other = {"block_means": "value_mean", "value_mean": "block_means"}.get(name)
+        optional = array is None and other is not None
+        if other is not None and (array is None) == (arrays[other] is None):
+            raise ValueError("prepared must hold either block_means or value_mean")
         if not optional and not (hasattr(array, "shape") and hasattr(array, "dtype")):
             raise TypeError(f"prepared.{name} must be an array, got {type(array).__name__}")
     for name, axes in (("query_codes", "[B, N, T, H]"), ("key_codes", "[B, K, P, H]")):
@@ -62,6 +65,7 @@ def check_arrays(prepared: Prepared8) -> None:
         "value_codes": ((batch, key_heads, size + COUNT_ROWS, stored), E4M3),
         "value_scale": ((batch, key_heads, size), jnp.float32),
         "block_means": ((batch, key_heads, blocks, size), jnp.bfloat16),
+        "value_mean": ((batch, key_heads, size), jnp.float32),
         "kv_count": ((batch,), jnp.int32),
     }
     for name, (shape, dtype) in expected.items():

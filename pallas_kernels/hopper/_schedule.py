@@ -108,7 +108,7 @@ class Rings(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Shared memory of a block of threads; `means` and `lse` are `None` where nobody asks."""
+    """Shared memory of a block of threads; what a call does not have is `None`."""
 
     query: Any
     out: Any
@@ -117,6 +117,7 @@ class Memory(NamedTuple):
     means: Any
     query_scale: Any
     value_scale: Any
+    value_mean: Any
     lse: Any
 
 
@@ -129,7 +130,10 @@ class Scratch(NamedTuple):
 
 
 class Refs(NamedTuple):
-    """The call's arrays in device memory, as in `Prepared8`; `means` and `lse` may be `None`."""
+    """The call's arrays in device memory, as in `Prepared8`.
+
+    Either `means` or `value_mean` is `None`; so is `lse` where nobody asks.
+    """
 
     query: Any
     query_scale: Any
@@ -138,6 +142,7 @@ class Refs(NamedTuple):
     value: Any
     value_scale: Any
     means: Any
+    value_mean: Any
     kv_count: Any
     out: Any
     lse: Any
@@ -185,6 +190,10 @@ def _compute(
     plgpu.copy_gmem_to_smem(
         refs.value_scale.at[batch, key_head], smem.value_scale.at[group], loaded
     )
+    if refs.value_mean is not None:
+        plgpu.copy_gmem_to_smem(
+            refs.value_mean.at[batch, key_head], smem.value_mean.at[group], loaded
+        )
     plgpu.barrier_wait(loaded)
     query_scale = registers.load_rows(smem.query_scale.at[group])
 
@@ -231,6 +240,11 @@ def _compute(
     inverse = 1.0 / jnp.where(empty, rows(1.0), total)
     value_scale = registers.load_columns(smem.value_scale.at[group])
     out = out * registers.over_rows(inverse) * registers.over_columns(value_scale)
+    if refs.value_mean is not None:
+        some = registers.over_rows(jnp.where(empty, rows(0.0), rows(1.0)))
+        out = out + some * registers.over_columns(registers.load_columns(smem.value_mean.at[group]))
+    most = registers.full((ROWS, shape.size), float(jnp.finfo(refs.out.dtype).max))
+    out = jnp.minimum(jnp.maximum(out, -most), most)
     _store(shape, refs, smem, out, position)
     if refs.lse is not None:
         log = jnp.log(total * (1.0 / PROBABILITY_SCALE)) + reference * _NATS_PER_CODE

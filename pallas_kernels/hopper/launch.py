@@ -66,6 +66,7 @@ def _scratch(
         mean_tiles if means else None,
         plgpu.SMEM((groups, ROWS), jnp.float32),
         plgpu.SMEM((groups, size), jnp.float32),
+        None if means else plgpu.SMEM((groups, size), jnp.float32),
         plgpu.SMEM((groups, ROWS), jnp.float32) if lse else None,
     )
 
@@ -80,7 +81,7 @@ def _scratch(
         plgpu.Barrier(num_barriers=config.key_slots),
         plgpu.Barrier(num_arrivals=2, num_barriers=config.value_slots),
         plgpu.Barrier(num_arrivals=2, num_barriers=MEAN_SLOTS) if means else None,
-        plgpu.Barrier(num_arrivals=3, num_barriers=groups),
+        plgpu.Barrier(num_arrivals=3 if means else 4, num_barriers=groups),
     )
     free = Rings(
         released(config.key_slots),
@@ -158,6 +159,8 @@ def launch_kernel(
     means = prepared.block_means is not None
     if prepared.block_means is not None:
         inputs.append(_pad(prepared.block_means, 2, _TILE_ROWS))
+    else:
+        inputs.append(prepared.value_mean)
     shape = Shape(
         config,
         size,
@@ -179,6 +182,7 @@ def launch_kernel(
             value,
             value_scale,
             means=refs.pop(0) if means else None,
+            value_mean=None if means else refs.pop(0),
             kv_count=refs.pop(0),
             out=refs.pop(0),
             lse=refs.pop(0) if return_residual else None,

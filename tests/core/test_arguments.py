@@ -216,7 +216,7 @@ def test_explain_computes_nothing():
     assert vc_jax.explain(shape, shape, shape).implementation
 
 
-def test_a_long_call_that_falls_to_slow_xla_warns_once():
+def test_a_long_call_that_falls_to_slow_xla_warns_once_a_shape():
     if jax.default_backend() != "cpu":
         pytest.skip("this machine may have a kernel")
     shape = jax.ShapeDtypeStruct((1, 8192, 1, 16), jnp.float32)
@@ -226,12 +226,25 @@ def test_a_long_call_that_falls_to_slow_xla_warns_once():
 
     _dispatch._warn_slow.cache_clear()
     run(implementation="xla")
-    with pytest.warns(UserWarning, match="slow XLA") as caught:
+    with pytest.warns(UserWarning, match=r"query \[1, 8192, 1, 16\].*slow XLA") as caught:
         run()
     assert [w.filename for w in caught] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run()
+    shape = jax.ShapeDtypeStruct((1, 8193, 1, 16), jnp.float32)
+    with pytest.warns(UserWarning, match=r"8193.*slow XLA"):
+        run()
+
+
+def test_a_state_that_no_call_could_take_is_named_at_once():
+    with pytest.raises(ValueError, match="head_dim must be a multiple of 16 for NVFP4, got 40"):
+        vc_jax.init_state("nvfp4", 1, 128, 1, 40)
+
+
+def test_forward_mode_is_refused_with_the_way_out():
+    with pytest.raises(TypeError, match=r"no forward-mode derivative.*jax\.grad"):
+        jax.jvp(lambda q: vc_jax.dot_product_attention(q, KEY, VALUE), (QUERY,), (QUERY,))
 
 
 def test_a_configuration_is_frozen_hashable_and_equal_by_value():
@@ -244,6 +257,7 @@ def test_a_configuration_is_frozen_hashable_and_equal_by_value():
     assert vc_jax.PRESETS["int8"] == config
     fields = {f.name for f in dataclasses.fields(config)}
     assert {"qk", "pv", "softmax", "center_keys", "rotate", "smooth_values"} <= fields
+    assert "balance_channels" in fields
     assert {"clusters", "lloyd_steps"} <= fields
 
 

@@ -89,12 +89,27 @@ def test_the_default_is_four_lloyd_steps():
     assert np.abs(np.asarray(found.centroids) - oracles.kmeans(values, start, 3)[1]).max() > 1e-3
 
 
-def test_an_empty_cluster_keeps_its_centroid():
+@pytest.mark.parametrize("lost", [1e4, np.nan, np.inf, 1e30, "another"])
+def test_an_empty_cluster_takes_a_row_of_the_values(lost):
     values, _ = clustered(2, 200)
-    start = np.concatenate([values[:2], np.full((1, 8), 1e4, np.float32)])
-    found = kmeans(jnp.asarray(values), 3, centroids=jnp.asarray(start))
-    np.testing.assert_array_equal(found.centroids[2], start[2])
-    assert not (np.asarray(found.labels) == 2).any()
+    last = values[:1] if lost == "another" else np.full((1, 8), lost, np.float32)
+    start = np.concatenate([values[:2], last])
+    found = vc_jax.kmeans(jnp.asarray(values), 3, steps=1, centroids=jnp.asarray(start))
+    rows = _vsmooth.spread_rows(jnp.asarray(values), jnp.ones(200, bool), 3)
+    np.testing.assert_array_equal(found.centroids[2], rows[2])
+    assert (np.asarray(found.labels) == 2).any()
+
+
+@pytest.mark.parametrize("stride", [2, 3])
+def test_a_lloyd_step_looks_at_valid_tokens_wherever_the_others_lie(stride):
+    values, _ = clustered(3, 200)
+    apart = np.full((600, 8), np.nan, np.float32)
+    places = np.sort(np.random.default_rng(0).permutation(600)[:200])
+    apart[places] = values
+    valid = np.isin(np.arange(600), places)
+    want = vc_jax.kmeans(jnp.asarray(values), 5, stride=stride)
+    got = vc_jax.kmeans(jnp.asarray(apart), 5, stride=stride, valid=jnp.asarray(valid))
+    np.testing.assert_allclose(got.centroids, want.centroids, rtol=1e-5, atol=1e-5)
 
 
 def test_equal_distances_go_to_the_first_centroid():

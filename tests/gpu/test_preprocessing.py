@@ -68,8 +68,8 @@ def test_memory_full_of_nan_does_not_show():
 def test_the_mean_key_is_that_of_the_valid_tokens(masked):
     call = dataclasses.replace(RAGGED, counts=RAGGED.counts if masked else None)
     key, valid = call.tensors()[1], None if call.valid is None else jnp.asarray(call.valid)
-    count = None if valid is None else jnp.asarray(call.counts)
-    got = jax.jit(_fused.key_mean_fused)(key, valid, count)
+    sizes = jax.jit(_fused.channel_sizes_fused, static_argnums=2)
+    got, _ = sizes(key, key, vc_jax.PRESETS["int8"], valid)
     np.testing.assert_allclose(got, vc_jax.mean_key(key, valid), rtol=1e-5, atol=1e-5)
 
 
@@ -91,9 +91,14 @@ def test_labels_order_and_means_are_those_of_the_definition():
 
     @jax.jit
     def kernels(values, start):
-        labels, centroids = clustering.kmeans(values, start, 1, valid)
+        labels, centroids = clustering.kmeans(values, start, start, 1, valid)
         own = clustering.order_by(labels, clustering.offsets(labels))
-        return clustering.kmeans(values, start, 0, valid)[0].label, labels.label, centroids, own
+        return (
+            clustering.kmeans(values, start, start, 0, valid)[0].label,
+            labels.label,
+            centroids,
+            own,
+        )
 
     first, label, centroids, own = map(np.asarray, kernels(values, start))
     want = _vsmooth.kmeans(by_head, 50, steps=0, valid=mask, centroids=start)
@@ -138,13 +143,14 @@ def test_repeated_runs_are_bit_identical():
     @jax.jit
     def whole(query, key, value):
         order, centroids = _fused.cluster_order_fused(value, valid, 40, 3)
-        mean = _fused.key_mean_fused(key, valid, count)
+        mean, balance = _fused.channel_sizes_fused(query, key, RAGGED.config, valid)
         prepared = _fused.prepare_fused(
             *(query, key, value, RAGGED.config),
             order=order,
             key_valid=valid,
             kv_count=count,
-            mean=mean,
+            key_mean=mean,
+            balance=balance,
         )
         return order, centroids, mean, prepared
 
@@ -162,8 +168,9 @@ def test_vmap_equals_a_loop():
 
     def one(query, value):
         order, _ = _fused.cluster_order_fused(value, None, 8, 2)
-        mean = _fused.key_mean_fused(key, None, None)
-        return order, _fused.prepare_fused(query, key, value, LARGE.config, order=order, mean=mean)
+        mean, balance = _fused.channel_sizes_fused(query, key, LARGE.config)
+        common = {"order": order, "key_mean": mean, "balance": balance}
+        return order, _fused.prepare_fused(query, key, value, LARGE.config, **common)
 
     mapped = jax.tree.leaves(jax.jit(jax.vmap(one))(queries, values))
     single = jax.jit(one)
@@ -256,7 +263,8 @@ def test_more_tokens_than_32_bits_of_bytes_can_count():
     )(jax.random.key(1))[None].astype(jnp.int32)
     assert preparation.unsupported(size, key) is None
     chosen, count = jnp.asarray([0, 27, 55]), jnp.asarray([length], jnp.int32)
-    mean = jax.jit(_fused.key_mean_fused)(key, None, None)
+    sizes = jax.jit(_fused.channel_sizes_fused, static_argnums=2)
+    mean, _ = sizes(key[:, :1], key, vc_jax.PRESETS["int8"])
 
     def quantise(key, order, mean):
         return preparation.quantize_keys(key, count, order, mean, rotate=True, code_dtype=jnp.int8)
@@ -272,7 +280,8 @@ def test_more_tokens_than_32_bits_of_bytes_can_count():
     assert jnp.mean(apart) < 1e-6
     del codes, scales, apart, want_codes
     means, largest = jax.jit(preparation.value_statistics)(key, count, order)
-    scale = jnp.exp2(jnp.ceil(jnp.log2(largest / 448)))
+    scale = jnp.exp2(jnp.ceil(jnp.log2(largest / 224)))
+    means = (means / scale[:, :, None]).astype(jnp.bfloat16)
     quantise_values = jax.jit(preparation.quantize_values)
     codes = quantise_values(key, count, order, means, scale)
     want = quantise_values(few[0], count, few[1], means[:, chosen], scale[:, chosen])

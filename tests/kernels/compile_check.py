@@ -96,6 +96,7 @@ def abstract_arguments(variant: Variant, sharding) -> Prepared8:
         array((2, 2, size + 8, length), E4M3),
         array((2, 2, size), jnp.float32),
         array((2, 2, blocks, size), jnp.bfloat16) if variant.means else None,
+        None if variant.means else array((2, 2, size), jnp.float32),
         array((2,), jnp.int32),
         array((2, 4, variant.rows), jnp.float32),
     )

@@ -59,23 +59,23 @@ def kernels(shape: Shape, dtype, masked: bool) -> Iterator[Kernel]:
     count, valid = array(b, of=jnp.int32), array(b, s, of=jnp.bool_) if masked else None
     order = array(b, k, s, of=jnp.int32) if masked else None
     per_head, channels = array(b, k), array(b, k, h)
-    means = array(b, k, -(-s // 256) * 2, h) if masked else None
+    means = array(b, k, -(-s // 256) * 2, h, of=jnp.bfloat16) if masked else array(b, k, 1, h)
     centroids = array(b, k, shape.clusters, h)
     label = f"{jnp.dtype(dtype).name} D={h} {'masked, ordered' if masked else 'plain'}"
 
     def entry(name: str, call: Callable[..., Any], *arguments) -> Kernel:
         return Kernel(f"{name}, {label}", call, arguments, dtype == jnp.float32)
 
-    yield entry("channel sums", preparation.channel_statistics, tokens, valid)
-    largest = functools.partial(preparation.channel_statistics, maximum=True)
-    yield entry("channel maxima", largest, tokens, valid)
+    for wanted in (("sum", "squares"), ("sum", "high", "low")):
+        statistics = functools.partial(preparation.channel_statistics, wanted=wanted)
+        yield entry(f"channel {', '.join(wanted)}", statistics, tokens, valid)
     for code_dtype in (jnp.int8, E4M3):
         name = jnp.dtype(code_dtype).name
         formats = {"rotate": True, "code_dtype": code_dtype}
         queries = functools.partial(preparation.quantize_queries, scale=0.1, **formats)
-        yield entry(f"queries {name}", queries, query, per_head, per_head)
+        yield entry(f"queries {name}", queries, query, per_head, per_head, channels)
         keys = functools.partial(preparation.quantize_keys, **formats)
-        yield entry(f"keys {name}", keys, tokens, count, order, channels)
+        yield entry(f"keys {name}", keys, tokens, count, order, channels, channels)
     yield entry("value statistics", preparation.value_statistics, tokens, count, order)
     yield entry("values", preparation.quantize_values, tokens, count, order, means, channels)
     for stride in (1, 4):

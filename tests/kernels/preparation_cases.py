@@ -10,11 +10,12 @@ import numpy as np
 import vc_jax
 from vc_jax import _fused, _prepare
 
-BARE = {"center_keys": False, "rotate": False}
+BARE = {"center_keys": False, "balance_channels": False, "rotate": False}
 FORMATS = {
     **{name: vc_jax.PRESETS[name] for name in ("int8", "fp8")},
     "int8 bare": dataclasses.replace(vc_jax.PRESETS["int8"], **BARE),
     "fp8 bare": dataclasses.replace(vc_jax.PRESETS["fp8"], **BARE),
+    "int8 balanced": dataclasses.replace(vc_jax.PRESETS["int8"], rotate=False),
 }
 
 # On the CPU most of the time is the compiler's.
@@ -29,6 +30,7 @@ fused = jax.jit(
     compiler_options=FAST_COMPILE,
 )
 mean_key = jax.jit(vc_jax.mean_key, compiler_options=FAST_COMPILE)
+channel_balance = jax.jit(vc_jax.channel_balance, compiler_options=FAST_COMPILE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,12 +92,17 @@ class Call:
         return np.argsort(place, -1).astype(np.int32)
 
     def tensors(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Normal queries, keys with a mean, values in five groups; NaN where keys are invalid."""
+        """Normal queries, keys with a mean, values in five groups; NaN where keys are invalid.
+
+        Two channels of the keys are large, the queries' small.
+        """
         random = np.random.default_rng(self.seed)
         size = self.head_dim
         query = random.normal(size=(self.batch, self.rows, self.heads, size))
         shape = (self.batch, self.length, self.key_heads, size)
         key = random.normal(size=shape) + 2 * random.normal(size=size)
+        key[..., :2] *= 30
+        query[..., :2] /= 30
         value = 1.5 * random.normal(size=(5, size))[random.integers(5, size=shape[:3])]
         value = value + random.normal(size=shape) + random.normal(size=size)
         if self.valid is not None:
@@ -117,9 +124,14 @@ def both(call: Call, tensors=None, interpret: bool = True, scale: float = 0.1):
         "order": None if call.order is None else jnp.asarray(call.order),
         "kv_count": None if valid is None else jnp.sum(valid, 1, dtype=jnp.int32),
     }
-    mean = mean_key(key, valid) if call.config.center_keys else None
-    want = prepare(query, key, value, key_mean=mean, **common)
-    got = fused(query, key, value, mean=mean, key_valid=valid, interpret=interpret, **common)
+    mean, balance = None, None
+    if call.config.center_keys:
+        mean = mean_key(key, valid)
+    if call.config.balance_channels:
+        balance = channel_balance(query, key, valid, key_mean=mean)
+    common |= {"key_mean": mean, "balance": balance}
+    want = prepare(query, key, value, **common)
+    got = fused(query, key, value, key_valid=valid, interpret=interpret, **common)
     return jax.tree.map(np.asarray, (want, got))
 
 
@@ -153,7 +165,8 @@ def assert_same(want: vc_jax.Prepared8, got: vc_jax.Prepared8, share: float = 1e
             np.testing.assert_allclose(other, one, rtol=2.0**-7, atol=1e-5, err_msg=name)
         else:
             rtol = 1e-3 if name == "query_scale" and e4m3 else 1e-5
-            np.testing.assert_allclose(other, one, rtol=rtol, err_msg=name)
+            atol = 1e-5 * np.abs(one).max() if name == "value_mean" else 0.0
+            np.testing.assert_allclose(other, one, rtol=rtol, atol=atol, err_msg=name)
 
 
 @functools.partial(jax.jit, static_argnames="heads")

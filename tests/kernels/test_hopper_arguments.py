@@ -31,6 +31,7 @@ def arrays(**others) -> Prepared8:
         "value_codes": jnp.zeros((1, 1, 72, 512), jnp.float8_e4m3fn),
         "value_scale": jnp.zeros((1, 1, 64), jnp.float32),
         "block_means": jnp.zeros((1, 1, 4, 64), jnp.bfloat16),
+        "value_mean": None,
         "kv_count": jnp.full(1, 300, jnp.int32),
         "score_excess": jnp.ones((1, 2, 8), jnp.float32),
     }

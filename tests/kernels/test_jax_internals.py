@@ -82,6 +82,7 @@ def lowered(code_dtype, softmax: str) -> str:
         array((1, 1, 136, 256), E4M3),
         array((1, 1, 128), jnp.float32),
         array((1, 1, 2, 128), jnp.bfloat16),
+        None,
         array((1,), jnp.int32),
         array((1, 1, 64), jnp.float32),
     )
