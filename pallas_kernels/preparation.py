@@ -1,13 +1,12 @@
 """Rotation, centring, sorting and 8-bit quantisation of queries, keys and values in few passes.
 
-Kernels for any NVIDIA GPU with FP8 conversions (compute capability 8.9 and up), written for
-Pallas's Triton backend: they wait for memory, and this backend reads rows through an index. They
-produce the arrays of the prepared layout (`layout.Prepared8`). Memory traffic in passes over an
-array of tokens: queries one read, keys one read (and one for their mean), values two.
+Kernels for Hopper GPUs, which produce the arrays of the prepared layout (`layout.Prepared8`).
+Memory traffic in passes over an array of tokens: queries one read, keys one read (and one for their
+mean), values two.
 
-Each program looks at one head and 128 rows or a step of 256 keys. The rotation is a product with
-the Hadamard matrix of +1 and -1 on the tensor core, whose products are exact; its factor is applied
-in float32.
+Each program looks at one head and tiles of 64 queries or blocks of 128 keys or values (`_tiles`).
+The rotation is a product with the Hadamard matrix of +1 and -1 on the tensor core, whose products
+are exact; its factor is applied in float32.
 """
 
 import functools
@@ -15,38 +14,32 @@ import math
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.triton as plt
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float8e4m3fn, Int, Shaped
 
-from ._launch import launch, rows_of
 from ._numbers import (
-    as_float,
+    MAGIC,
     group_scale,
-    int8_codes,
     is_finite,
     largest_magnitude,
-    magnitude_bits,
     norm,
     power_of_two_at_least,
     round_up_11_bits,
 )
-from ._rotation import hadamard_signs, rotated, signs_dtype
-from ._slots import codes_of, tokens_of_block
+from ._roles import Role, launch
+from ._tiles import loaded_channels, stored_channels
 from .layout import BLOCK, COUNT_ROWS, E4M3, E4M3_NORM, LARGEST_UNIT, STEP
 
 HEAD_DIMS = (64, 128)
 TOKEN_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-_CHUNK = 16
-"""Tiles of 128 tokens that one program of the statistics looks at."""
-
-
-_QUERY_ROWS, _QUERY_TILES = 64, 16
-"""Queries of a tile, and tiles that a program goes through, one on its way while one is used."""
-_KEY_STEPS = 4
-"""Steps of keys that a program goes through."""
-_STAGES = 3
+_TILE = 64
+"""Queries of a tile."""
+_PROGRAMS = 1024
+"""Programs above which each goes through more tiles."""
+_MOST = 4
+"""Tiles that a program goes through, at most."""
 
 
 def unsupported(head_dim: int, *token_arrays: jax.ShapeDtypeStruct | Array) -> str | None:
@@ -56,41 +49,123 @@ def unsupported(head_dim: int, *token_arrays: jax.ShapeDtypeStruct | Array) -> s
     for array in token_arrays:
         if array.dtype not in [jnp.dtype(x) for x in TOKEN_DTYPES]:
             return f"needs float32, bfloat16 or float16 tokens, got {array.dtype}"
-        # Between these sizes the backend would compute offsets of bytes in 32 bits.
-        codes = math.prod(array.shape) + 2 * STEP * math.prod(array.shape[2:])
-        if 2**31 <= codes * (head_dim + COUNT_ROWS) // head_dim <= 2**32:
-            return "needs arrays of codes below 2 or above 4 GiB"
+        if math.prod(array.shape[:3]) + 2 * STEP * math.prod(array.shape[2:3]) >= 2**31:
+            return "needs fewer than 2^31 tokens of all heads and batch rows"
     return None
 
 
-def _optional(refs, present: bool):
-    refs = list(refs)
-    return (refs.pop(0) if present else None), refs
+def _tiles_of_program(tiles: int, heads: int) -> int:
+    """Tiles that a program goes through: one while there are few programs."""
+    return max(1, min(_MOST, tiles * heads // _PROGRAMS))
+
+
+def _flat(array: Array, axes: int) -> Array:
+    """The array with its first axes in one."""
+    return array.reshape(-1, *array.shape[axes:])
+
+
+def _signs(size: int) -> np.ndarray:
+    """The symmetric matrix of +1 and -1 [H, H] whose product with sqrt(1/H) is a rotation."""
+    index = np.arange(size)
+    return 1.0 - 2.0 * (np.bitwise_count(index[:, None] & index) % 2)
+
+
+def _matrix(size: int, dtype, rotate: bool) -> Array:
+    """What takes rows as they are loaded to rotated (or the same) ones as they are stored."""
+    matrix = _signs(size) if rotate else np.eye(size)
+    matrix = matrix[stored_channels(size)][:, loaded_channels(size)]
+    return jnp.asarray(matrix[None], jnp.bfloat16 if dtype == jnp.float32 else dtype)
+
+
+def _through(tiles, rows, matrix):
+    """Rows times the matrix, float32; float32 rows in three exact pieces of 8 bits."""
+    if rows.dtype != jnp.float32:
+        return tiles.product(rows, matrix)
+    total, rest = None, rows
+    for _ in range(3):
+        piece = rest.astype(jnp.bfloat16)
+        rest = rest - piece.astype(jnp.float32)
+        part = tiles.product(piece, matrix)
+        total = part if total is None else total + part
+    return total
+
+
+# --- which tokens
+
+
+def _slot_rows(tiles, kind: str, shape, refs, place, block, slots):
+    """Rows of the tokens in the slots of a block, stand-ins for missing ones included.
+
+    Args:
+      shape: (S, K) of the tokens.
+      refs: the flat order or `None`, and the number of valid tokens of each batch row.
+      place: batch row and head.
+      block: number of the block of 128 slots; past the last one, rows of no token.
+      slots: int32 [128], which of the block's slots.
+
+    Returns:
+      int32 rows of tokens [B·S·K, H], and which of them are valid ones.
+    """
+    (length, heads), (order_ref, count_ref), (batch, head) = shape, refs, place
+    count = count_ref[batch]
+    first_of_block, first_of_step = block * BLOCK, lax.div(block, jnp.int32(2)) * STEP
+    slot = first_of_block + slots
+    stand_in = jnp.where(first_of_block < count, first_of_block, first_of_step)
+    stand_in = jnp.where(stand_in < count, stand_in, 0)
+    valid = slot < count
+    source = jnp.where(valid, slot, stand_in)
+    if order_ref is not None:
+        source = tiles.entries(order_ref, (batch * heads + head) * length + source, kind)
+    # An order that is none must not make the GPU read elsewhere.
+    source = jnp.minimum(jnp.maximum(source, 0), length - 1)
+    return (batch * length + source) * heads + head, valid
 
 
 # --- statistics over all tokens
 
 
-def _statistics_body(tokens_ref, *refs, masked: bool, maximum: bool, length: int):
-    valid_ref, (out_ref,) = _optional(refs, masked)
-    head, chunk, batch = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    size = tokens_ref.shape[-1]
+def _channel_body(tiles, program, tokens_ref, *refs, shape, share: int, maximum: bool):
+    *masks, out_ref = refs
+    (length, heads, chunks), (batch, head, chunk) = shape, program
+    place = tiles.index(BLOCK, "block")
 
     def add(tile, carry):
-        row = (chunk * _CHUNK + tile) * BLOCK + jnp.arange(BLOCK)
-        inside = row < length
-        if valid_ref is not None:
-            flag = plt.load(valid_ref.at[batch, row], mask=inside, other=0)
-            inside = inside & (flag != 0)
-        rows = rows_of(tokens_ref, batch, row, head)
-        rows = plt.load(rows, mask=inside[:, None], other=0.0).astype(jnp.float32)
+        token = (chunk * share + tile) * BLOCK + place
+        inside = token < length
+        for valid_ref in masks:
+            flag = tiles.entries(valid_ref, jnp.where(inside, batch * length + token, -1), "block")
+            inside = flag != 0
+        row = jnp.where(inside, (batch * length + token) * heads + head, -1)
+        rows = tiles.rows(tokens_ref, row, "block").astype(jnp.float32)
         if maximum:
-            return jnp.maximum(carry, jnp.max(magnitude_bits(rows), 0))
+            return jnp.maximum(carry, tiles.largest(rows, 0))
         return carry + jnp.sum(rows, 0)
 
-    start = jnp.zeros(size, jnp.int32 if maximum else jnp.float32)
-    total = lax.fori_loop(0, _CHUNK, add, start)
-    plt.store(out_ref.at[batch, head, chunk, :], as_float(total) if maximum else total)
+    total = tiles.zeros((tiles.size,), jnp.float32, "block")
+    total = lax.fori_loop(0, share, add, total)
+    tiles.put_channels(out_ref, (batch * heads + head) * chunks + chunk, total)
+
+
+def _channel_role(tokens, valid, maximum: bool) -> Role:
+    batch, length, heads, size = tokens.shape
+    tiles = pl.cdiv(length, BLOCK)
+    share = _tiles_of_program(tiles, batch * heads)
+    chunks = pl.cdiv(tiles, share)
+    masks = () if valid is None else (_flat(valid.astype(jnp.int32), 2),)
+    shape = (length, heads, chunks)
+    return Role(
+        functools.partial(_channel_body, shape=shape, share=share, maximum=maximum),
+        (batch, heads, chunks),
+        (_flat(tokens, 3), *masks),
+        [jax.ShapeDtypeStruct((batch * heads * chunks, size), jnp.float32)],
+        size,
+    )
+
+
+def _channel_result(tokens, parts, maximum: bool) -> Array:
+    batch, _, heads, size = tokens.shape
+    parts = parts.reshape(batch, heads, -1, size)
+    return largest_magnitude(parts, 2) if maximum else jnp.sum(parts, 2)
 
 
 def channel_statistics(
@@ -104,60 +179,54 @@ def channel_statistics(
 
     The sum runs in a fixed order: results do not change from run to run.
     """
-    batch, length, heads, size = tokens.shape
-    chunks = pl.cdiv(length, BLOCK * _CHUNK)
-    masks = () if valid is None else (valid.astype(jnp.int8),)
-    (parts,) = launch(
-        functools.partial(
-            _statistics_body, masked=valid is not None, maximum=maximum, length=length
-        ),
-        (heads, chunks, batch),
-        [jax.ShapeDtypeStruct((batch, heads, chunks, size), jnp.float32)],
-        (tokens, *masks),
-        interpret=interpret,
-    )
-    return largest_magnitude(parts, 2) if maximum else jnp.sum(parts, 2)
+    ((parts,),) = launch([_channel_role(tokens, valid, maximum)], interpret=interpret)
+    return _channel_result(tokens, parts, maximum)
 
 
 # --- queries
 
 
-def _query_body(query_ref, factor_ref, unit_ref, limit_ref, *refs, rotate: bool, groups: int):
-    signs_ref, outputs = _optional(refs, rotate)
-    codes_ref, scale_ref, excess_ref = outputs
-    signs = None if signs_ref is None else plt.load(signs_ref)
-    first, head, batch = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    limit = plt.load(limit_ref.at[batch, head // groups])
+def _query_body(tiles, program, *refs, shape, share: int):
+    query_ref, factor_ref, unit_ref, limit_ref, matrix_ref, codes_ref, scale_ref, excess_ref = refs
+    (length, heads, groups), (batch, head, first) = shape, program
+    key_head = lax.div(head, jnp.int32(groups))
+    limit = limit_ref[batch, key_head]
     factor = factor_ref[0]
     if codes_ref.dtype != jnp.int8:
-        factor = factor * plt.load(unit_ref.at[batch, head // groups])
+        factor = factor * unit_ref[batch, key_head]
+    place = tiles.index(_TILE, "rows")
 
-    def quantise(tile, carry):
-        row = (first * _QUERY_TILES + tile) * _QUERY_ROWS
-        row = row + jnp.arange(_QUERY_ROWS)
-        inside = row < query_ref.shape[1]
-        rows = plt.load(rows_of(query_ref, batch, row, head), mask=inside[:, None], other=0.0)
-        codes, scale = _query_codes(rotated(rows, signs), factor, codes_ref.dtype)
-        within = jnp.where(is_finite(scale), jnp.minimum(scale, limit), jnp.nan)
-        plt.store(codes_of(codes_ref, batch, head, row), codes, mask=inside[:, None])
-        plt.store(scale_ref.at[batch, head, row], within, mask=inside)
-        plt.store(excess_ref.at[batch, head, row], scale / within, mask=inside)
-        return carry
+    def through(matrix):
+        def quantise(tile, carry):
+            token = (first * share + tile) * _TILE + place
+            inside = token < length
+            row = jnp.where(inside, (batch * length + token) * heads + head, -1)
+            rows = _through(tiles, tiles.rows(query_ref, row, "rows"), matrix)
+            scale = _query_scale(tiles, rows, factor, codes_ref.dtype)
+            rows = rows * tiles.over_tokens(factor / scale, "rows")
+            if codes_ref.dtype == jnp.int8:
+                rows = rows + MAGIC
+            to = jnp.where(inside, (batch * heads + head) * length + token, -1)
+            tiles.put_codes(codes_ref, to, rows)
+            within = jnp.where(is_finite(scale), jnp.minimum(scale, limit), jnp.nan)
+            tiles.put_entries(scale_ref, to, within, "rows")
+            tiles.put_entries(excess_ref, to, scale / within, "rows")
+            return carry
 
-    lax.fori_loop(0, _QUERY_TILES, quantise, 0)
+        lax.fori_loop(0, share, quantise, 0)
+
+    tiles.with_matrix(matrix_ref, 0, through)
 
 
-def _query_codes(rows, factor, code_dtype):
-    """Codes of rows times a positive factor, and the scale of each row."""
+def _query_scale(tiles, rows, factor, code_dtype):
+    """The scale of the codes of each row times a positive factor."""
     if code_dtype == jnp.int8:
-        scale = group_scale(largest_magnitude(rows, 1) * factor, 127.0)
-        return int8_codes(rows * (factor / scale)[:, None]), scale
-    length = norm(rows) * factor
+        return group_scale(tiles.largest(rows, 1) * factor, 127.0)
+    length = norm(tiles, rows) * factor
     # Codes of queries with next to no effect shrink instead of leaving float16.
     scale = jnp.maximum(length * (1 / E4M3_NORM), 2.0**-13)
     scale = jnp.where(length <= 0, LARGEST_UNIT, jnp.where(length == length, scale, length))
-    scale = round_up_11_bits(scale)
-    return (rows * (factor / scale)[:, None]).astype(E4M3), scale
+    return round_up_11_bits(scale)
 
 
 def quantize_queries(
@@ -179,68 +248,86 @@ def quantize_queries(
     Returns:
       codes [B, N, T, H]; scales within the limit; what the limit took, as a factor.
     """
+    formats = {"scale": scale, "rotate": rotate, "code_dtype": code_dtype}
+    (found,) = launch([_query_role(query, unit, limit, **formats)], interpret=interpret)
+    return _query_result(query, found)
+
+
+def _query_role(query, unit, limit, *, scale, rotate: bool, code_dtype) -> Role:
     batch, length, heads, size = query.shape
+    tiles = pl.cdiv(length, _TILE)
+    share = _tiles_of_program(tiles, batch * heads)
     factor = jnp.asarray(scale, jnp.float32) * (1 / math.sqrt(size) if rotate else 1.0)
-    signs = (hadamard_signs(size, signs_dtype(query.dtype)),) if rotate else ()
-    row = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
-    body = functools.partial(_query_body, rotate=rotate, groups=heads // unit.shape[1])
-    codes, scales, excess = launch(
-        body,
-        (pl.cdiv(length, _QUERY_ROWS * _QUERY_TILES), heads, batch),
-        [jax.ShapeDtypeStruct((batch, heads, length, size), code_dtype), row, row],
-        (query, factor.reshape(1), unit, limit, *signs),
-        stages=_STAGES,
-        interpret=interpret,
+    row = jax.ShapeDtypeStruct((batch * heads * length,), jnp.float32)
+    return Role(
+        functools.partial(_query_body, shape=(length, heads, heads // unit.shape[1]), share=share),
+        (batch, heads, pl.cdiv(tiles, share)),
+        (_flat(query, 3), factor.reshape(1), unit, limit, _matrix(size, query.dtype, rotate)),
+        [jax.ShapeDtypeStruct((batch * heads * length, size), code_dtype), row, row],
+        size,
     )
-    return codes, scales, excess
+
+
+def _query_result(query, found) -> tuple[Array, Array, Array]:
+    batch, length, heads, size = query.shape
+    codes, scales, excess = found
+    shape = (batch, heads, length)
+    return codes.reshape(*shape, size), scales.reshape(shape), excess.reshape(shape)
 
 
 # --- keys
 
 
-def _key_body(key_ref, count_ref, *refs, ordered: bool, centred: bool, rotate: bool):
-    order_ref, refs = _optional(refs, ordered)
-    mean_ref, refs = _optional(refs, centred)
-    signs_ref, (codes_ref, scale_ref) = _optional(refs, rotate)
-    signs = None if signs_ref is None else plt.load(signs_ref)
-    first, head, batch = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    size = key_ref.shape[3]
-    count = plt.load(count_ref.at[batch])
-    factor = 1 / math.sqrt(size) if rotate else 1.0
-    slots = jnp.arange(BLOCK)
+def _key_body(tiles, program, key_ref, count_ref, *refs, shape, share, ordered, centred, rotate):
+    refs = list(refs)
+    order_ref = refs.pop(0) if ordered else None
+    mean_ref = refs.pop(0) if centred else None
+    matrix_ref, codes_ref, scale_ref = refs
+    (length, heads, blocks), (batch, head, first) = shape, program
+    integer = codes_ref.dtype == jnp.int8
+    count = count_ref[batch]
+    slots = tiles.index(BLOCK, "rows")
+    by_head = batch * heads + head
 
-    def quantise(index, first_scale):
-        step = first * _KEY_STEPS + (index >> 1)
-        block = index & 1
-        held = tokens_of_block(
-            (order_ref, count_ref), batch, head, step, block, key_ref.shape[1], slots
-        )
-        rows = plt.load(rows_of(key_ref, batch, held.index, head))
-        rows = rotated(rows, signs) * factor
-        if mean_ref is not None:
-            rows = rows - plt.load(mean_ref.at[batch, head, :])[None, :]
-        if codes_ref.dtype == jnp.int8:
-            amax = as_float(jnp.max(jnp.max(magnitude_bits(rows), 1), 0))
-            scale = group_scale(amax, 127.0)
-        else:
-            amax = largest_magnitude(norm(rows), 0)
-            scale = power_of_two_at_least(group_scale(amax, E4M3_NORM))
-        live = step * STEP < count
-        scale = jnp.where(live & (amax != 0), scale, 0.0)
-        # A second block without a valid key holds codes of the step's first key.
-        dead = (block == 1) & (step * STEP + BLOCK >= count)
-        scale = jnp.where(dead, first_scale, scale)
-        # Nothing of an unknown token may get into codes of nothing.
-        inverse = 1.0 / jnp.where(scale == 0, 1.0, scale)
-        scaled = jnp.where(scale == 0, 0.0, rows * inverse)
-        codes = int8_codes(scaled) if codes_ref.dtype == jnp.int8 else scaled.astype(E4M3)
-        slot = step * STEP + block * BLOCK + slots
-        stored = step < scale_ref.shape[2] // 2
-        plt.store(codes_of(codes_ref, batch, head, slot), codes, mask=stored)
-        plt.store(scale_ref.at[batch, head, step * 2 + block], scale, mask=stored)
-        return scale
+    def through(matrix):
+        def quantise(index, first_scale):
+            block = first * share + index
+            row, _ = _slot_rows(
+                *(tiles, "rows", (length, heads), (order_ref, count_ref), (batch, head)),
+                *(block, slots),
+            )
+            live = lax.div(block, jnp.int32(2)) * STEP < count
+            # Nothing may get into codes of nothing.
+            row = jnp.where(live, row, -1)
+            rows = _through(tiles, tiles.rows(key_ref, row, "rows"), matrix)
+            if rotate:
+                rows = rows * (1 / math.sqrt(tiles.size))
+            if mean_ref is not None:
+                mean = tiles.channels(mean_ref, by_head, "rows")
+                mean = mean * jnp.where(live, 1.0, 0.0)
+                rows = rows - tiles.over_channels(mean, BLOCK, "rows")
+            if integer:
+                amax = tiles.largest(tiles.largest(rows, 1), 0)
+                scale = group_scale(amax, 127.0)
+            else:
+                amax = tiles.largest(norm(tiles, rows), 0)
+                scale = power_of_two_at_least(group_scale(amax, E4M3_NORM))
+            scale = jnp.where(live & (amax != 0), scale, 0.0)
+            # A second block without a valid key holds codes of the step's first key.
+            dead = (lax.rem(block, jnp.int32(2)) == 1) & (block * BLOCK >= count)
+            scale = jnp.where(dead, first_scale, scale)
+            inverse = jnp.where(scale == 0, 0.0, 1.0 / jnp.where(scale == 0, 1.0, scale))
+            rows = rows * inverse
+            to = jnp.where(block < blocks, (by_head * blocks + block) * BLOCK + slots, -1)
+            tiles.put_codes(codes_ref, to, rows + MAGIC if integer else rows)
+            tiles.put_entry(
+                scale_ref, jnp.where(block < blocks, by_head * blocks + block, -1), scale
+            )
+            return scale
 
-    lax.fori_loop(0, 2 * _KEY_STEPS, quantise, jnp.float32(0))
+        lax.fori_loop(0, share, quantise, jnp.float32(0))
+
+    tiles.with_matrix(matrix_ref, 0, through)
 
 
 def quantize_keys(
@@ -263,48 +350,74 @@ def quantize_keys(
     Returns:
       codes [B, K, P, H], P a multiple of 256; scales [B, K, P / 128].
     """
+    role = _key_role(key, count, order, mean, rotate=rotate, code_dtype=code_dtype)
+    ((codes, scales),) = launch([role], interpret=interpret)
+    batch, _, heads, size = key.shape
+    return codes.reshape(batch, heads, -1, size), scales.reshape(batch, heads, -1)
+
+
+def _key_role(key, count, order, mean, *, rotate: bool, code_dtype) -> Role:
     batch, length, heads, size = key.shape
-    steps = pl.cdiv(length, STEP)
-    signs = hadamard_signs(size, jnp.float32)
-    if mean is not None and rotate:
-        mean = jnp.matmul(mean, signs, precision=lax.Precision.HIGHEST) / math.sqrt(size)
-    optional = [x for x in (order, mean) if x is not None]
-    if rotate:
-        optional.append(signs.astype(signs_dtype(key.dtype)))
-    codes, scales = launch(
-        functools.partial(
-            _key_body, ordered=order is not None, centred=mean is not None, rotate=rotate
-        ),
-        (pl.cdiv(steps, _KEY_STEPS), heads, batch),
-        [
-            jax.ShapeDtypeStruct((batch, heads, steps * STEP, size), code_dtype),
-            jax.ShapeDtypeStruct((batch, heads, steps * 2), jnp.float32),
-        ],
-        (key, count, *optional),
-        stages=_STAGES,
-        interpret=interpret,
+    blocks = 2 * pl.cdiv(length, STEP)
+    # Whole steps: their two blocks share what stands in for missing keys.
+    share = 2 * pl.cdiv(_tiles_of_program(blocks, batch * heads), 2)
+    arguments = [_flat(key, 3), count]
+    if order is not None:
+        arguments.append(_flat(order, 3))
+    if mean is not None:
+        if rotate:
+            signs = np.asarray(_signs(size), np.float32)
+            mean = jnp.matmul(mean, signs, precision=lax.Precision.HIGHEST) / math.sqrt(size)
+        arguments.append(_flat(mean, 2)[:, stored_channels(size)])
+    body = functools.partial(
+        _key_body,
+        shape=(length, heads, blocks),
+        share=share,
+        ordered=order is not None,
+        centred=mean is not None,
+        rotate=rotate,
     )
-    return codes, scales
+    return Role(
+        body,
+        (batch, heads, pl.cdiv(blocks, share)),
+        (*arguments, _matrix(size, key.dtype, rotate)),
+        [
+            jax.ShapeDtypeStruct((batch * heads * blocks * BLOCK, size), code_dtype),
+            jax.ShapeDtypeStruct((batch * heads * blocks,), jnp.float32),
+        ],
+        size,
+    )
 
 
 # --- values
 
 
-def _value_statistics_body(value_ref, count_ref, *refs, ordered: bool):
-    order_ref, (mean_ref, largest_ref) = _optional(refs, ordered)
-    block, head, batch = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    slots = jnp.arange(BLOCK)
-    held = tokens_of_block(
-        (order_ref, count_ref), batch, head, block // 2, block % 2, value_ref.shape[1], slots
-    )
-    valid = held.valid[:, None]
-    rows = plt.load(rows_of(value_ref, batch, held.index, head), mask=valid, other=0.0)
-    rows = rows.astype(jnp.float32)
-    inside = jnp.sum(held.valid.astype(jnp.float32), 0)
-    mean = jnp.sum(rows, 0) * (1.0 / jnp.maximum(inside, 1.0))
-    residual = jnp.where(valid, rows - mean[None, :], 0.0)
-    plt.store(mean_ref.at[batch, head, block, :], mean)
-    plt.store(largest_ref.at[batch, head, block, :], largest_magnitude(residual, 0))
+def _value_statistics_body(tiles, program, value_ref, count_ref, *refs, shape, share):
+    *orders, mean_ref, largest_ref = refs
+    (length, heads, blocks), (batch, head, first) = shape, program
+    order_ref = orders[0] if orders else None
+    slots = tiles.index(BLOCK, "block")
+    by_head = batch * heads + head
+    chunks = pl.cdiv(blocks, share)
+
+    def look(index, largest):
+        block = first * share + index
+        row, valid = _slot_rows(
+            *(tiles, "block", (length, heads), (order_ref, count_ref), (batch, head)),
+            *(block, slots),
+        )
+        rows = tiles.rows(value_ref, jnp.where(valid, row, -1), "block").astype(jnp.float32)
+        inside = jnp.minimum(jnp.maximum(count_ref[batch] - block * BLOCK, 1), BLOCK)
+        mean = jnp.sum(rows, 0) * (1.0 / inside.astype(jnp.float32))
+        there = tiles.over_tokens(jnp.where(valid, 1.0, 0.0), "block")
+        residual = rows - there * tiles.over_channels(mean, BLOCK, "block")
+        at = jnp.where(block < blocks, by_head * blocks + block, -1)
+        tiles.put_channels(mean_ref, at, mean)
+        return jnp.maximum(largest, tiles.largest(residual, 0))
+
+    largest = tiles.zeros((tiles.size,), jnp.float32, "block")
+    largest = lax.fori_loop(0, share, look, largest)
+    tiles.put_channels(largest_ref, by_head * chunks + first, largest)
 
 
 def value_statistics(
@@ -315,46 +428,58 @@ def value_statistics(
     interpret: bool = False,
 ) -> tuple[Float[Array, "b k j h"], Float[Array, "b k h"]]:
     """Mean of each 128-value block, and each channel's largest residual, both float32."""
+    (found,) = launch([_value_statistics_role(value, count, order)], interpret=interpret)
+    return _value_statistics_result(value, found)
+
+
+def _value_statistics_role(value, count, order) -> Role:
     batch, length, heads, size = value.shape
     blocks = pl.cdiv(length, STEP) * 2
-    shape = jax.ShapeDtypeStruct((batch, heads, blocks, size), jnp.float32)
-    means, largest = launch(
-        functools.partial(_value_statistics_body, ordered=order is not None),
-        (blocks, heads, batch),
-        [shape, shape],
-        (value, count, *(() if order is None else (order,))),
-        interpret=interpret,
+    share = _tiles_of_program(blocks, batch * heads)
+    chunks = pl.cdiv(blocks, share)
+    return Role(
+        functools.partial(_value_statistics_body, shape=(length, heads, blocks), share=share),
+        (batch, heads, chunks),
+        (_flat(value, 3), count, *(() if order is None else (_flat(order, 3),))),
+        [jax.ShapeDtypeStruct((batch * heads * n, size), jnp.float32) for n in (blocks, chunks)],
+        size,
     )
+
+
+def _value_statistics_result(value, found) -> tuple[Array, Array]:
+    batch, _, heads, size = value.shape
+    means, largest = (x.reshape(batch, heads, -1, size) for x in found)
     return means, largest_magnitude(largest, 2)
 
 
-def _value_body(value_ref, count_ref, inverse_ref, *refs, ordered: bool, smooth: bool):
-    order_ref, refs = _optional(refs, ordered)
-    mean_ref, (codes_ref,) = _optional(refs, smooth)
-    block, head, batch = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    size = value_ref.shape[3]
+def _value_body(tiles, program, value_ref, count_ref, inverse_ref, *refs, shape, share, ordered):
+    refs = list(refs)
+    order_ref = refs.pop(0) if ordered else None
+    *means, codes_ref = refs
+    (length, heads, blocks), (batch, head, first) = shape, program
     # Tokens are read in the order in which a group of 16 is stored.
-    place = jnp.arange(BLOCK)
+    place = tiles.index(BLOCK, "block")
     slots = (place & ~14) | ((place & 2) << 2) | ((place & 12) >> 1)
-    held = tokens_of_block(
-        (order_ref, count_ref), batch, head, block // 2, block % 2, value_ref.shape[1], slots
-    )
-    valid = held.valid[:, None]
-    rows = plt.load(rows_of(value_ref, batch, held.index, head), mask=valid, other=0.0)
-    rows = rows.astype(jnp.float32)
-    if mean_ref is not None:
-        rows = jnp.where(valid, rows - plt.load(mean_ref.at[batch, head, block, :])[None, :], 0.0)
-    scaled = rows * plt.load(inverse_ref.at[batch, head, :])[None, :]
-    codes = scaled.astype(E4M3)
-    columns = block * BLOCK + place
-    channel = jnp.arange(size)[:, None]
-    plt.store(codes_ref.at[batch, head, channel, columns[None, :]], codes.T)
-    row = jnp.arange(COUNT_ROWS)
-    counts = held.valid[None, :] & ((row & 1) == (block & 1))[:, None]
-    plt.store(
-        codes_ref.at[batch, head, size + row[:, None], columns[None, :]],
-        counts.astype(jnp.float32).astype(E4M3),
-    )
+    by_head = batch * heads + head
+    inverse = tiles.channels(inverse_ref, by_head, "block")
+
+    def quantise(index, carry):
+        block = jnp.minimum(first * share + index, blocks - 1)
+        row, valid = _slot_rows(
+            *(tiles, "block", (length, heads), (order_ref, count_ref), (batch, head)),
+            *(block, slots),
+        )
+        rows = tiles.rows(value_ref, jnp.where(valid, row, -1), "block").astype(jnp.float32)
+        there = jnp.where(valid, 1.0, 0.0)
+        for mean_ref in means:
+            mean = tiles.channels(mean_ref, by_head * blocks + block, "block")
+            taken = tiles.over_channels(mean, BLOCK, "block")
+            rows = rows - tiles.over_tokens(there, "block") * taken
+        rows = rows * tiles.over_channels(inverse, BLOCK, "block")
+        tiles.put_value_codes(codes_ref, by_head, block, rows, there, blocks * BLOCK)
+        return carry
+
+    lax.fori_loop(0, share, quantise, 0)
 
 
 def quantize_values(
@@ -372,15 +497,28 @@ def quantize_values(
       means: float32; `None`: nothing is subtracted.
       scale: of each channel, a power of two.
     """
+    role = _value_role(value, count, order, means, scale)
+    ((codes,),) = launch([role], interpret=interpret)
+    return codes.reshape(*value.shape[0::2][:2], *codes.shape[1:])
+
+
+def _value_role(value, count, order, means, scale) -> Role:
     batch, length, heads, size = value.shape
     blocks = pl.cdiv(length, STEP) * 2
-    optional = [x for x in (order, means) if x is not None]
-    (codes,) = launch(
-        functools.partial(_value_body, ordered=order is not None, smooth=means is not None),
-        (blocks, heads, batch),
-        [jax.ShapeDtypeStruct((batch, heads, size + COUNT_ROWS, blocks * BLOCK), E4M3)],
-        (value, count, 1.0 / scale, *optional),
-        warps=2,
-        interpret=interpret,
+    share = _tiles_of_program(blocks, batch * heads)
+    arguments = [_flat(value, 3), count, _flat(1.0 / scale, 2)]
+    if order is not None:
+        arguments.append(_flat(order, 3))
+    if means is not None:
+        arguments.append(_flat(means, 3))
+    body = functools.partial(
+        _value_body, shape=(length, heads, blocks), share=share, ordered=order is not None
     )
-    return codes
+    codes = (batch * heads, size + COUNT_ROWS, blocks * BLOCK)
+    return Role(
+        body,
+        (batch, heads, pl.cdiv(blocks, share)),
+        arguments,
+        [jax.ShapeDtypeStruct(codes, E4M3)],
+        size,
+    )
