@@ -30,12 +30,15 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
+from ._numbers import MAGIC
 from .hopper import _ptx as ptx
 from .layout import BLOCK, COUNT_ROWS
 
 _inline: Any = plgpu.inline_mgpu
 _WGMMA = plgpu.Layout.WGMMA
 _REF = plgpu.RefType()
+CHUNK = 64
+"""Centroids whose distances exist at a time."""
 
 
 def loaded_channels(size: int) -> np.ndarray:
@@ -50,6 +53,13 @@ def stored_channels(size: int) -> np.ndarray:
     column = np.arange(size)
     group, thread, pair = column // 8, column % 8 // 2, column % 2
     return group // 8 * 64 + thread * 16 + group % 8 * 2 + pair
+
+
+def coded_channels(size: int) -> np.ndarray:
+    """The channel that each column of a tile of token codes holds."""
+    column = np.arange(size)
+    group, thread, byte = column // 16, column % 16 // 4, column % 4
+    return group // 2 * 32 + thread * 8 + group % 2 * 4 + byte
 
 
 def _block_layout(size: int) -> Any:
@@ -157,9 +167,11 @@ class Tiles:
 
     def index(self, tokens: int, kind: str) -> jax.Array:
         """int32 [tokens] that count up, for tiles in the layout `kind`."""
-        return plgpu.layout_cast(lax.iota(jnp.int32, tokens), self._tokens(kind))
+        return plgpu.layout_cast(lax.iota(jnp.int32, tokens), self._tokens(kind, tokens))
 
-    def _tokens(self, kind: str) -> Any:
+    def _tokens(self, kind: str, tokens: int = BLOCK) -> Any:
+        if kind == "flat":
+            return plgpu.Layout.WG_STRIDED((tokens,), vec_size=1)
         return (_WGMMA if kind == "rows" else _block_layout(self.size)).reduce(1)
 
     def _channels(self, kind: str) -> Any:
@@ -183,6 +195,10 @@ class Tiles:
         layout = self._tile(kind) if len(shape) == 2 else self._channels(kind)
         return plgpu.layout_cast(jnp.zeros(shape, dtype), layout)
 
+    def full(self, tokens: int, value, kind: str) -> jax.Array:
+        """[tokens] of a number."""
+        return plgpu.layout_cast(jnp.full((tokens,), value), self._tokens(kind, tokens))
+
     def largest(self, values: jax.Array, axis: int) -> jax.Array:
         """Largest magnitude along an axis; a NaN wins."""
         return jnp.max(jnp.abs(values), axis)
@@ -191,7 +207,7 @@ class Tiles:
 
     def entries(self, ref, index: jax.Array, kind: str) -> jax.Array:
         """Entries of a flat array of 32-bit numbers, one for each token."""
-        layout, dtype = self._tokens(kind), ref.dtype
+        layout, dtype = self._tokens(kind, index.shape[0]), ref.dtype
 
         @_inline(
             arg_types=(_REF, layout),
@@ -213,7 +229,7 @@ class Tiles:
 
     def put_entries(self, ref, index: jax.Array, values: jax.Array, kind: str) -> None:
         """Store a 32-bit number for each token."""
-        layout = self._tokens(kind)
+        layout = self._tokens(kind, index.shape[0])
 
         @_inline(arg_types=(_REF, layout, layout))
         def store(ctx, ref, index, values):
@@ -320,6 +336,155 @@ class Tiles:
             registers[0, 0, 0, 0, token, 0, 0] = _vector_of_words(words, kind)
         return fa.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
+    # --- nearest centroids
+
+    def token_codes(self, ref, row: jax.Array, scale_ref, shift_ref, head) -> jax.Array:
+        """Codes int8 [n, H] of rows of tokens, in the columns `coded_channels`.
+
+        A code is value · scale + shift of row `head` of [R, H], rounded, from 0 to 127.
+        """
+        packed = ref.dtype == jnp.bfloat16
+        splat, layout = plgpu.Layout.WG_SPLAT((1,)), plgpu.Layout.WGMMA_8BIT
+        shape, dtype = (row.shape[0], self.size), ref.dtype
+
+        @_inline(
+            arg_types=(_REF, self._tokens("rows"), _REF, _REF, splat),
+            return_type=plgpu.ShapeDtypeStruct(shape, jnp.int8, layout=layout),
+        )
+        def load(ctx, ref, row, scale_ref, shift_ref, head):
+            del ctx
+            kind = utils.dtype_to_ir_type(dtype)
+            width = utils.bitwidth(kind) // 8
+            own = 2 if packed else 4
+            quad = arith.andi(_lane(), ptx.integer(3))
+            at = head.registers.item()
+            scales, shifts = (
+                _address(_pointer(x), at, self.size * own, _times(quad, 8 * own))
+                for x in (scale_ref, shift_ref)
+            )
+            kind_of_scale = ir.BF16Type.get() if packed else ptx.f32()
+            scale = self._chunk(scales, at, kind_of_scale)
+            registers = np.empty(fa.WGMMA_LAYOUT_8BIT.registers_shape(shape), dtype=object)
+            base = _pointer(ref)
+            byte4 = ir.VectorType.get((4,), ir.IntegerType.get_signless(8))
+            for chunk in range(self.size // 32):
+                offset = _constant64(32 * own * chunk)
+                shift = self._chunk(arith.addi(shifts, offset), at, kind_of_scale)
+                for tile, half in np.ndindex(shape[0] // 64, 2):
+                    token = ptx.element(row.registers[tile, 0, half, 0, 0], 0)
+                    address = _address(base, token, self.size * width, _times(quad, 8 * width))
+                    address = arith.addi(address, _constant64(32 * width * chunk))
+                    words = self._chunk(address, token, kind)
+                    if not packed:
+                        words = _as_floats(words, kind)
+                    for part in range(2):
+                        some = slice(part * len(words) // 2, (part + 1) * len(words) // 2)
+                        code = _packed_codes if packed else _codes
+                        some_scale = slice(part * len(scale) // 2, (part + 1) * len(scale) // 2)
+                        word = code(words[some], scale[some_scale], shift[some_scale])
+                        place = (tile, 2 * chunk + part, 0, 0, half, 0, 0, 0, 0)
+                        one = vector.broadcast(ir.VectorType.get((1,), ptx.i32()), word)
+                        registers[place] = vector.bitcast(byte4, one)
+            return fa.FragmentedArray(
+                _registers=registers, _layout=fa.WGMMA_LAYOUT_8BIT, _is_signed=True
+            )
+
+        return load(ref, row, scale_ref, shift_ref, jnp.full((1,), head, jnp.int32))
+
+    def loop(self, count: int, body) -> None:
+        """Call `body` with 0 … count - 1; what it keeps is in memory."""
+        lax.fori_loop(0, count, lambda index, _: body(index), None)
+
+    def with_centroids(self, count: int, width: int, body) -> None:
+        """Call `body` with memory for codes of `count` centroids and for counts of labels."""
+        tiling: Any = plgpu.TilingTransform
+        swizzling: Any = plgpu.SwizzleTransform
+        transforms = (tiling((8, self.size)), swizzling(self.size))
+        chunks = count // CHUNK
+        memory = plgpu.SMEM((chunks, CHUNK, self.size), jnp.int8, transforms=transforms)
+        pl.run_scoped(
+            lambda *held: body(_Centroids(*held)),
+            *(memory, plgpu.SMEM((chunks, CHUNK), jnp.int32)),
+            plgpu.Barrier(num_arrivals=2 * chunks),
+            *(plgpu.SMEM((width,), jnp.int32), plgpu.SMEM((BLOCK,), jnp.int32)),
+        )
+
+    def load_centroids(self, memory, codes_ref, base_ref, head, first) -> None:
+        """Take the centroids from chunk `first` on."""
+        plgpu.commit_smem()  # everyone has read what was there
+        for chunk in range(memory.base.shape[0]):
+            for source, target in ((codes_ref, memory.codes), (base_ref, memory.base)):
+                plgpu.copy_gmem_to_smem(
+                    source.at[head, first + chunk], target.at[chunk], memory.there
+                )
+        plgpu.barrier_wait(memory.there)
+
+    def distances(self, codes: jax.Array, memory, chunk, factor: int) -> jax.Array:
+        """factor · products of codes [n, H] and a chunk of centroids, plus their bases, int32."""
+        shape = (codes.shape[0], CHUNK)
+        zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.int32), _WGMMA)
+        inner: Any = pl.run_state(
+            lambda acc: plgpu.wgmma(acc, codes, memory.codes.at[chunk].transpose((1, 0)))
+        )(plgpu.ACC.init(zeros))
+        base = plgpu.load(memory.base.at[chunk], layout=_WGMMA.reduce(0), optimized=False)
+        return inner * factor + lax.broadcast_in_dim(base, shape, [1])
+
+    def flat(self, values: jax.Array, memory) -> jax.Array:
+        """int32 [128] of a tile of rows as one a thread."""
+        plgpu.commit_smem()
+        memory.labels[...] = values
+        plgpu.commit_smem()
+        return plgpu.load(memory.labels, layout=self._tokens("flat"), optimized=False)
+
+    def clear_counts(self, memory) -> None:
+        width = memory.counts.shape[0]
+        memory.counts[...] = self.full(width, jnp.int32(0), "flat")
+        plgpu.commit_smem()
+
+    def counts(self, memory) -> jax.Array:
+        """Of each label so far, int32 [W]."""
+        layout = self._tokens("flat", memory.counts.shape[0])
+        return plgpu.load(memory.counts, layout=layout, optimized=False)
+
+    def ranks(self, label: jax.Array, memory) -> jax.Array:
+        """How many tokens had the label before each of [128]; the counts then have them too."""
+        layout = self._tokens("flat")
+
+        @_inline(
+            arg_types=(layout, _REF),
+            return_type=plgpu.ShapeDtypeStruct((BLOCK,), jnp.int32, layout=layout),
+        )
+        def rank(ctx, label, counts):
+            del ctx
+            label = ptx.element(label.registers.item(), 0)
+            pointer = llvm.ptrtoint(ptx.i32(), utils.memref_ptr(counts))
+            address = arith.addi(pointer, _times(label, 4))
+            same = _effect("match.any.sync.b32 $0, $1, 0xffffffff;", "=r,r", label)
+            text = "{ .reg .b32 t; mov.u32 t, %lanemask_lt; and.b32 t, t, $1; popc.b32 $0, t; }"
+            before = ptx.instruction(ptx.i32(), text, "=r,r", same)
+            found, warp = ptx.integer(0), _warp()
+            for turn in range(4):
+                found = _effect(
+                    _TURN.replace("TURN", str(turn)),
+                    "=r,r,r,r,r,r",
+                    address,
+                    warp,
+                    same,
+                    before,
+                    found,
+                )
+                utils.warpgroup_barrier()
+            register = vector.broadcast(
+                ir.VectorType.get((1,), ptx.i32()), arith.addi(found, before)
+            )
+            registers = np.empty(layout.to_mgpu().registers_shape((BLOCK,)), dtype=object)
+            registers[...] = register
+            return fa.FragmentedArray(
+                _registers=registers, _layout=layout.to_mgpu(), _is_signed=True
+            )
+
+        return rank(label, memory.counts)
+
     # --- codes
 
     def put_codes(self, ref, row: jax.Array, values: jax.Array) -> None:
@@ -417,6 +582,76 @@ class Tiles:
             plgpu.ACC.init(zeros)
         )
         return out
+
+
+@dataclasses.dataclass(frozen=True)
+class _Centroids:
+    """Shared memory of a program that labels tokens."""
+
+    codes: Any
+    base: Any
+    there: Any
+    counts: Any
+    labels: Any
+
+
+_TURN = """{
+.reg .pred mine, first;
+.reg .b32 n;
+mov.b32 $0, $5;
+setp.eq.s32 mine, $2, TURN;
+@mine ld.shared.b32 $0, [$1];
+bar.warp.sync 0xffffffff;
+popc.b32 n, $3;
+add.s32 n, n, $0;
+setp.eq.and.s32 first, $4, 0, mine;
+@first st.shared.b32 [$1], n;
+}"""
+"""One warp's turn to read the count of each thread's label and add its own tokens to it."""
+
+_TOKEN_CODES = """{
+.reg .b32 low, high, least, most;
+mov.b32 least, 0x43004300;
+mov.b32 most, 0x437F437F;
+fma.rn.bf16x2 low, $1, $3, $5;
+fma.rn.bf16x2 high, $2, $4, $6;
+max.bf16x2 low, low, least;
+max.bf16x2 high, high, least;
+min.bf16x2 low, low, most;
+min.bf16x2 high, high, most;
+prmt.b32 $0, low, high, 0x6420;
+}"""
+"""Four codes: between 128 and 255, a bfloat16 is an integer, and its low byte that less 128."""
+
+
+def _effect(text: str, constraints: str, *operands: ir.Value) -> ir.Value:
+    """One inline instruction that must stay where it is."""
+    return llvm.inline_asm(
+        ptx.i32(), list(operands), text, "=&" + constraints[1:], has_side_effects=True
+    )
+
+
+def _packed_codes(values, scale, shift) -> ir.Value:
+    """Four codes of two words of bfloat16."""
+    return ptx.instruction(ptx.i32(), _TOKEN_CODES, "=&r,r,r,r,r,r,r", *values, *scale, *shift)
+
+
+def _codes(values, scale, shift) -> ir.Value:
+    """Four codes of four float32."""
+    found = []
+    for value, factor, added in zip(values, scale, shift, strict=True):
+        code = ptx.fma(value, ptx.as_f32(factor), ptx.as_f32(added))
+        code = ptx.instruction(ptx.f32(), "max.f32 $0, $1, 0f00000000;", "=f,f", code)
+        code = ptx.instruction(ptx.f32(), "min.f32 $0, $1, 0f42FE0000;", "=f,f", code)
+        found.append(arith.addf(code, ptx.constant(MAGIC)))
+    return _low_bytes(found)
+
+
+def _as_floats(words, kind: ir.Type) -> list[ir.Value]:
+    """Words of float32, or of two float16 each, as float32."""
+    if utils.bitwidth(kind) == 32:
+        return [ptx.as_f32(word) for word in words]
+    return [ptx.half_to_f32(word, high) for word in words for high in (False, True)]
 
 
 def _one() -> ir.Value:

@@ -9,8 +9,10 @@ The rotation is a product with the Hadamard matrix of +1 and -1 on the tensor co
 are exact; its factor is applied in float32.
 """
 
+import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -56,7 +58,7 @@ def unsupported(head_dim: int, *token_arrays: jax.ShapeDtypeStruct | Array) -> s
 
 def _tiles_of_program(tiles: int, heads: int) -> int:
     """Tiles that a program goes through: one while there are few programs."""
-    return max(1, min(_MOST, tiles * heads // _PROGRAMS))
+    return max(1, min(_MOST, tiles, tiles * heads // _PROGRAMS))
 
 
 def _flat(array: Array, axes: int) -> Array:
@@ -93,32 +95,55 @@ def _through(tiles, rows, matrix):
 # --- which tokens
 
 
-def _slot_rows(tiles, kind: str, shape, refs, place, block, slots):
-    """Rows of the tokens in the slots of a block, stand-ins for missing ones included.
+@dataclasses.dataclass(frozen=True)
+class _Slots:
+    """Which tokens the slots of a head's blocks hold, stand-ins for missing ones included.
 
-    Args:
+    Attributes:
+      kind: layout of the tile.
       shape: (S, K) of the tokens.
-      refs: the flat order or `None`, and the number of valid tokens of each batch row.
+      order_ref, count_ref: the flat order or `None`, valid tokens of each batch row.
       place: batch row and head.
-      block: number of the block of 128 slots; past the last one, rows of no token.
-      slots: int32 [128], which of the block's slots.
-
-    Returns:
-      int32 rows of tokens [B·S·K, H], and which of them are valid ones.
+      slots: int32 [128], which of a block's slots.
     """
-    (length, heads), (order_ref, count_ref), (batch, head) = shape, refs, place
-    count = count_ref[batch]
-    first_of_block, first_of_step = block * BLOCK, lax.div(block, jnp.int32(2)) * STEP
-    slot = first_of_block + slots
-    stand_in = jnp.where(first_of_block < count, first_of_block, first_of_step)
-    stand_in = jnp.where(stand_in < count, stand_in, 0)
-    valid = slot < count
-    source = jnp.where(valid, slot, stand_in)
-    if order_ref is not None:
-        source = tiles.entries(order_ref, (batch * heads + head) * length + source, kind)
-    # An order that is none must not make the GPU read elsewhere.
-    source = jnp.minimum(jnp.maximum(source, 0), length - 1)
-    return (batch * length + source) * heads + head, valid
+
+    tiles: Any
+    kind: str
+    shape: tuple[int, int]
+    order_ref: Any
+    count_ref: Any
+    place: tuple[Any, Any]
+    slots: Any
+
+    def valid(self, block):
+        """Whether slots of a block hold valid tokens [128]."""
+        return block * BLOCK + self.slots < self.count_ref[self.place[0]]
+
+    def rows(self, block):
+        """Rows of the block's tokens in [B·S·K, H], int32 [128]."""
+        (length, heads), (batch, head) = self.shape, self.place
+        count = self.count_ref[batch]
+        first_of_block, first_of_step = block * BLOCK, lax.div(block, jnp.int32(2)) * STEP
+        slot = first_of_block + self.slots
+        stand_in = jnp.where(first_of_block < count, first_of_block, first_of_step)
+        stand_in = jnp.where(stand_in < count, stand_in, 0)
+        source = jnp.where(slot < count, slot, stand_in)
+        if self.order_ref is not None:
+            at = (batch * heads + head) * length + source
+            source = self.tiles.entries(self.order_ref, at, self.kind)
+        # An order that is none must not make the GPU read elsewhere.
+        source = jnp.minimum(jnp.maximum(source, 0), length - 1)
+        return (batch * length + source) * heads + head
+
+    def over_blocks(self, first, share: int, body, start):
+        """`body(block, rows, carry)` of blocks in turn, the next one's rows looked up meanwhile."""
+
+        def step(index, carry):
+            rows, carry = carry
+            following = self.rows(first + index + 1)
+            return following, body(first + index, rows, carry)
+
+        return lax.fori_loop(0, share, step, (self.rows(first), start))[1]
 
 
 # --- statistics over all tokens
@@ -287,15 +312,11 @@ def _key_body(tiles, program, key_ref, count_ref, *refs, shape, share, ordered, 
     integer = codes_ref.dtype == jnp.int8
     count = count_ref[batch]
     slots = tiles.index(BLOCK, "rows")
+    held = _Slots(tiles, "rows", (length, heads), order_ref, count_ref, (batch, head), slots)
     by_head = batch * heads + head
 
     def through(matrix):
-        def quantise(index, first_scale):
-            block = first * share + index
-            row, _ = _slot_rows(
-                *(tiles, "rows", (length, heads), (order_ref, count_ref), (batch, head)),
-                *(block, slots),
-            )
+        def quantise(block, row, first_scale):
             live = lax.div(block, jnp.int32(2)) * STEP < count
             # Nothing may get into codes of nothing.
             row = jnp.where(live, row, -1)
@@ -325,7 +346,7 @@ def _key_body(tiles, program, key_ref, count_ref, *refs, shape, share, ordered, 
             )
             return scale
 
-        lax.fori_loop(0, share, quantise, jnp.float32(0))
+        held.over_blocks(first * share, share, quantise, jnp.float32(0))
 
     tiles.with_matrix(matrix_ref, 0, through)
 
@@ -397,15 +418,12 @@ def _value_statistics_body(tiles, program, value_ref, count_ref, *refs, shape, s
     (length, heads, blocks), (batch, head, first) = shape, program
     order_ref = orders[0] if orders else None
     slots = tiles.index(BLOCK, "block")
+    held = _Slots(tiles, "block", (length, heads), order_ref, count_ref, (batch, head), slots)
     by_head = batch * heads + head
     chunks = pl.cdiv(blocks, share)
 
-    def look(index, largest):
-        block = first * share + index
-        row, valid = _slot_rows(
-            *(tiles, "block", (length, heads), (order_ref, count_ref), (batch, head)),
-            *(block, slots),
-        )
+    def look(block, row, largest):
+        valid = held.valid(block)
         rows = tiles.rows(value_ref, jnp.where(valid, row, -1), "block").astype(jnp.float32)
         inside = jnp.minimum(jnp.maximum(count_ref[batch] - block * BLOCK, 1), BLOCK)
         mean = jnp.sum(rows, 0) * (1.0 / inside.astype(jnp.float32))
@@ -416,7 +434,7 @@ def _value_statistics_body(tiles, program, value_ref, count_ref, *refs, shape, s
         return jnp.maximum(largest, tiles.largest(residual, 0))
 
     largest = tiles.zeros((tiles.size,), jnp.float32, "block")
-    largest = lax.fori_loop(0, share, look, largest)
+    largest = held.over_blocks(first * share, share, look, largest)
     tiles.put_channels(largest_ref, by_head * chunks + first, largest)
 
 
@@ -460,15 +478,12 @@ def _value_body(tiles, program, value_ref, count_ref, inverse_ref, *refs, shape,
     # Tokens are read in the order in which a group of 16 is stored.
     place = tiles.index(BLOCK, "block")
     slots = (place & ~14) | ((place & 2) << 2) | ((place & 12) >> 1)
+    held = _Slots(tiles, "block", (length, heads), order_ref, count_ref, (batch, head), slots)
     by_head = batch * heads + head
     inverse = tiles.channels(inverse_ref, by_head, "block")
 
-    def quantise(index, carry):
-        block = jnp.minimum(first * share + index, blocks - 1)
-        row, valid = _slot_rows(
-            *(tiles, "block", (length, heads), (order_ref, count_ref), (batch, head)),
-            *(block, slots),
-        )
+    def quantise(block, row, carry):
+        valid = held.valid(block)
         rows = tiles.rows(value_ref, jnp.where(valid, row, -1), "block").astype(jnp.float32)
         there = jnp.where(valid, 1.0, 0.0)
         for mean_ref in means:
@@ -479,7 +494,9 @@ def _value_body(tiles, program, value_ref, count_ref, inverse_ref, *refs, shape,
         tiles.put_value_codes(codes_ref, by_head, block, rows, there, blocks * BLOCK)
         return carry
 
-    lax.fori_loop(0, share, quantise, 0)
+    # Programs of the last blocks may do one of them twice.
+    first = jnp.minimum(first * share, max(blocks - share, 0))
+    held.over_blocks(first, share, quantise, jnp.int32(0))
 
 
 def quantize_values(

@@ -197,7 +197,7 @@ def test_xla_clusters_where_the_kernels_have_no_room():
     assert _preprocessing.fuses("hopper", inputs, most)
     assert not _preprocessing.fuses("hopper", inputs, most + 1)
     assert not _preprocessing.fuses("xla", inputs, most)
-    many = jax.ShapeDtypeStruct((4, 1_200_000, 40, 128), jnp.bfloat16)
+    many = jax.ShapeDtypeStruct((4, 9_600_000, 40, 128), jnp.bfloat16)
     inputs = types.SimpleNamespace(query=many, key=many, value=many)
     assert _preprocessing.fuses("hopper", inputs, 1000)
     assert not _preprocessing.fuses("hopper", inputs, most)
