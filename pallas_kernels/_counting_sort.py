@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from ._roles import Role, launch
+from ._launch import Role, launch
 from .layout import BLOCK
 
 _PROGRAMS = 2048

@@ -15,8 +15,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from ._counting_sort import Labels, segments_of, width_of
-from ._roles import Role, launch
-from ._tiles import CHUNK, coded_channels
+from ._launch import Role, launch
+from ._numbers import MAGIC
+from ._tiles import CHUNK
 from .layout import BLOCK
 
 _BITS = 9
@@ -40,10 +41,10 @@ class Codes(NamedTuple):
     9, plus c, modulo 512.
 
     Attributes:
-      scale: [B, K, H], one number a head; the bfloat16 of bfloat16 values, otherwise float32.
-      shift: [B, K, H], likewise.
-      centroid: int8 [B, K, W, H].
-      base: int32 [B, K, W], very large for columns that are no centroid.
+      scale: float32 [B·K, H], one number a head; for bfloat16 values one of bfloat16.
+      shift: float32 [B·K, H], likewise.
+      centroid: int8 [B·K, chunks, 64, H], channels in the order of coded columns.
+      base: int32 [B·K, chunks, 64], very large for columns that are no centroid.
     """
 
     scale: Array
@@ -52,36 +53,101 @@ class Codes(NamedTuple):
     base: Array
 
 
-def codes_of(centroids: Float[Array, "b k c h"], dtype: jnp.dtype) -> Codes:
-    """Codes of the centroids, and how tokens of a dtype get theirs."""
-    k = centroids.shape[2]
-    width = -(-k // CHUNK) * CHUNK
-    width = width if width <= _PHASE else -(-k // _PHASE) * _PHASE
-    packed = dtype == jnp.bfloat16
-    dtype, bits_kept, zero = (jnp.bfloat16, 7, 192.0) if packed else (jnp.float32, 23, 64.0)
-    mean = jnp.mean(centroids, 2, keepdims=True)
-    moved = centroids - mean
-    amax = jnp.max(jnp.abs(moved), (2, 3), keepdims=True)
-    rms = jnp.sqrt(jnp.mean(moved**2, (2, 3), keepdims=True))
+def _codes_body(tiles, program, centroids_ref, *refs, k: int, columns: int, packed: bool):
+    scale_ref, shift_ref, code_ref, base_ref = refs
+    (by_head,) = program
+    place = tiles.index(BLOCK, "block")
+    bits_kept, zero = (7, 192.0) if packed else (23, 64.0)
+
+    def over_tiles(count, body, start):
+        """`body` of rows, float32 1 at those of centroids, their numbers, and a carry."""
+
+        def step(tile, carry):
+            number = tile * BLOCK + place
+            row = jnp.where(number < k, by_head * k + number, -1)
+            rows = tiles.rows(centroids_ref, row, "block")
+            return body(rows, jnp.where(number < k, 1.0, 0.0), number, carry)
+
+        return lax.fori_loop(0, pl.cdiv(count, BLOCK), step, start)
+
+    def add(rows, there, number, total):
+        del there, number
+        return total + jnp.sum(rows, 0)
+
+    zeros = tiles.zeros((tiles.size,), jnp.float32, "block")
+    mean = over_tiles(k, add, zeros) * (1.0 / k)
+
+    def spread(rows, there, number, carry):
+        del number
+        moved = rows - tiles.over_tokens(there, "block") * tiles.over_channels(mean, BLOCK, "block")
+        largest, squares = carry
+        return jnp.maximum(largest, tiles.largest(moved, 0)), squares + jnp.sum(moved * moved, 0)
+
+    largest, squares = over_tiles(k, spread, (zeros, zeros))
+    amax = tiles.largest(largest, 0)
+    rms = jnp.sqrt(jnp.sum(squares, 0) * (1.0 / (k * tiles.size)))
     # There are codes for tokens twice as far from the mean as the farthest centroid is, unless that
     # is an outlier, which must not take the codes from all others.
     most = jnp.minimum(amax, 8.0 * rms)
     most = jnp.where((most > _TINY) & (amax < _FAR), most, 1.0)
-    round_as = functools.partial(lax.reduce_precision, exponent_bits=8, mantissa_bits=bits_kept)
-    scale = round_as(32.0 / most)
-    shift = round_as(zero - mean * scale)
-    # What shift and scale lost by rounding is lost here too, so that it does not matter.
-    code = centroids * scale + (shift - zero)
-    code = jnp.clip(jnp.round(code * _FINER), -127.0, 127.0)
-    code = jnp.where(jnp.isnan(code), 0.0, code)
-    # _FINER·|x − c|² of token code 64 + x and c = code/_FINER, less _FINER·|x|².
-    constant = jnp.sum(code * (code * (1 / _FINER) + 128.0), -1)
-    column = jnp.arange(width)
-    base = jnp.pad(jnp.round(constant).astype(jnp.int32), ((0, 0), (0, 0), (0, width - k)))
-    base = jnp.where(column < k, base << _BITS, 2**31 - _PHASE) + column % _PHASE
-    code = jnp.pad(-code.astype(jnp.int8), ((0, 0), (0, 0), (0, width - k), (0, 0)))
-    scale = jnp.broadcast_to(scale, shift.shape)
-    return Codes(scale[:, :, 0].astype(dtype), shift[:, :, 0].astype(dtype), code, base)
+    scale = _rounded(32.0 / most, bits_kept)
+    shift = _rounded(zero - mean * scale, bits_kept)
+    tiles.put_channels(scale_ref, by_head, zeros + scale)
+    tiles.put_channels(shift_ref, by_head, shift)
+
+    def encode(rows, there, number, carry):
+        # What shift and scale lost by rounding is lost here too, so that it does not matter.
+        code = rows * scale + tiles.over_channels(shift - zero, BLOCK, "block")
+        code = jnp.round(code * _FINER)
+        # A centroid that is not finite is at the mean.
+        code = jnp.where(jnp.abs(code) < _FAR, jnp.minimum(jnp.maximum(code, -127.0), 127.0), 0.0)
+        # The very large bases must stay what they are.
+        code = code * tiles.over_tokens(there, "block")
+        # _FINER·|x − c|² of token code 64 + x and c = code/_FINER, less _FINER·|x|².
+        constant = jnp.sum(code * (code * (1 / _FINER) + 128.0), 1)
+        base = jnp.round(constant).astype(jnp.int32) << _BITS
+        base = jnp.where(number < k, base, 2**31 - _PHASE) + (number & (_PHASE - 1))
+        to = jnp.where(number < columns, by_head * columns + number, -1)
+        tiles.put_entries(base_ref, to, base, "block")
+        tiles.put_token_codes(code_ref, to, MAGIC - code)
+        return carry
+
+    over_tiles(columns, encode, jnp.int32(0))
+
+
+def _rounded(values, bits: int):
+    """Float32 to `bits` after the leading one, to the nearest, ties up."""
+    if bits == 23:
+        return values
+    some = lax.bitcast_convert_type(values, jnp.int32)
+    cut = 23 - bits
+    some = ((some + (1 << (cut - 1))) >> cut) << cut
+    return lax.bitcast_convert_type(some, jnp.float32)
+
+
+def codes_of(
+    centroids: Float[Array, "b k c h"], dtype: jnp.dtype, *, interpret: bool = False
+) -> Codes:
+    """Codes of the centroids, and how tokens of a dtype get theirs."""
+    batch, heads, k, size = centroids.shape
+    columns = pl.cdiv(k, CHUNK) * CHUNK
+    columns = columns if columns <= _PHASE else pl.cdiv(k, _PHASE) * _PHASE
+    packed = dtype == jnp.bfloat16
+    channels = jax.ShapeDtypeStruct((batch * heads, size), jnp.float32)
+    role = Role(
+        functools.partial(_codes_body, k=k, columns=columns, packed=packed),
+        (batch * heads,),
+        (centroids.reshape(-1, size),),
+        [
+            *(channels, channels),
+            jax.ShapeDtypeStruct((batch * heads * columns, size), jnp.int8),
+            jax.ShapeDtypeStruct((batch * heads * columns,), jnp.int32),
+        ],
+        size,
+    )
+    ((scale, shift, code, base),) = launch([role], interpret=interpret)
+    chunks = (batch * heads, columns // CHUNK, CHUNK)
+    return Codes(scale, shift, code.reshape(*chunks, size), base.reshape(chunks))
 
 
 def _label_body(tiles, program, *refs, shape, k: int, stride: int, share: int):
@@ -164,9 +230,8 @@ def nearest_labels(
     sampled = pl.cdiv(length, stride)
     share, segments = segments_of(sampled, batch * heads)
     width = width_of(k)
-    codes = codes_of(centroids, values.dtype)
-    columns = codes.base.shape[2]
-    chunks = columns // CHUNK
+    codes = codes_of(centroids, values.dtype, interpret=interpret)
+    columns = codes.base.shape[1] * CHUNK
     masks = () if valid is None else (valid.astype(jnp.int32).reshape(-1),)
     body = functools.partial(
         _label_body,
@@ -182,10 +247,7 @@ def nearest_labels(
         (batch, heads, segments),
         (
             values.reshape(-1, size),
-            codes.scale.reshape(-1, size),
-            codes.shift.reshape(-1, size),
-            codes.centroid[..., coded_channels(size)].reshape(-1, chunks, CHUNK, size),
-            codes.base.reshape(-1, chunks, CHUNK),
+            *codes,
             *masks,
         ),
         [entries, entries, counts],

@@ -51,9 +51,3 @@ def norm(tiles, vectors):
     inverse = as_float(jnp.where(usual, 0x7F000000 - exponent, 0x3F800000))
     scaled = vectors * tiles.over_tokens(inverse, "rows")
     return unit * jnp.sqrt(jnp.sum(scaled * scaled, 1))
-
-
-def int8_codes(values):
-    """Values within ±127 (and a rounding error) to the nearest integer, to even."""
-    # The sum leaves the integer in the low bits of a float32, the low byte is the code.
-    return lax.bitcast_convert_type(values + MAGIC, jnp.int32).astype(jnp.int8)

@@ -11,6 +11,8 @@ Two layouts of a tile of n tokens by H channels:
   fragment: column c of a loaded tile holds channel `loaded_channels(H)[c]`. A thread stores 16
   neighbouring channels at a time: column c is stored as channel `stored_channels(H)[c]`. The
   matrix between the two puts channels where they belong.
+  Of 8-bit codes of tokens, two words of four hold the eight channels: column c = 32 j + 16 p +
+  4 t + e ("coded") is channel 32 j + 8 t + 4 p + e.
 * `BLOCK` (values, 128 tokens): a thread holds 8 neighbouring channels of 16 neighbouring tokens (8,
   if H is 64), so that all tokens of a channel are in one warp.
 """
@@ -53,13 +55,6 @@ def stored_channels(size: int) -> np.ndarray:
     column = np.arange(size)
     group, thread, pair = column // 8, column % 8 // 2, column % 2
     return group // 8 * 64 + thread * 16 + group % 8 * 2 + pair
-
-
-def coded_channels(size: int) -> np.ndarray:
-    """The channel that each column of a tile of token codes holds."""
-    column = np.arange(size)
-    group, thread, byte = column // 16, column % 16 // 4, column % 4
-    return group // 2 * 32 + thread * 8 + group % 2 * 4 + byte
 
 
 def _block_layout(size: int) -> Any:
@@ -146,8 +141,8 @@ def _vector_of_words(words: list[ir.Value], kind: ir.Type) -> ir.Value:
 def _low_bytes(values: list[ir.Value]) -> ir.Value:
     """The lowest bytes of four floats' bits."""
     bits = [ptx.bits(x) for x in values]
-    pairs = [ptx.permute_bytes(bits[i], bits[i + 1], 0x0040) for i in (0, 2)]
-    return ptx.permute_bytes(*pairs, 0x5410)
+    low, high = (ptx.permute_bytes(bits[i], bits[i + 1], 0x0040) for i in (0, 2))
+    return ptx.permute_bytes(low, high, 0x5410)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -339,9 +334,10 @@ class Tiles:
     # --- nearest centroids
 
     def token_codes(self, ref, row: jax.Array, scale_ref, shift_ref, head) -> jax.Array:
-        """Codes int8 [n, H] of rows of tokens, in the columns `coded_channels`.
+        """Codes int8 [n, H] of rows of tokens, in coded columns.
 
-        A code is value · scale + shift of row `head` of [R, H], rounded, from 0 to 127.
+        A code is value · scale + shift, of row `head` of float32 [R, H], rounded, from 0 to 127;
+        with bfloat16 values both are bfloat16 and codes are the sum's less 128.
         """
         packed = ref.dtype == jnp.bfloat16
         splat, layout = plgpu.Layout.WG_SPLAT((1,)), plgpu.Layout.WGMMA_8BIT
@@ -355,21 +351,22 @@ class Tiles:
             del ctx
             kind = utils.dtype_to_ir_type(dtype)
             width = utils.bitwidth(kind) // 8
-            own = 2 if packed else 4
+            own = 4
             quad = arith.andi(_lane(), ptx.integer(3))
             at = head.registers.item()
             scales, shifts = (
                 _address(_pointer(x), at, self.size * own, _times(quad, 8 * own))
                 for x in (scale_ref, shift_ref)
             )
-            kind_of_scale = ir.BF16Type.get() if packed else ptx.f32()
-            scale = self._chunk(scales, at, kind_of_scale)
+            kind_of_scale = ptx.f32()
+            narrow = _narrow if packed else (lambda words: words)
+            scale = narrow(self._chunk(scales, at, kind_of_scale))
             registers = np.empty(fa.WGMMA_LAYOUT_8BIT.registers_shape(shape), dtype=object)
             base = _pointer(ref)
             byte4 = ir.VectorType.get((4,), ir.IntegerType.get_signless(8))
             for chunk in range(self.size // 32):
                 offset = _constant64(32 * own * chunk)
-                shift = self._chunk(arith.addi(shifts, offset), at, kind_of_scale)
+                shift = narrow(self._chunk(arith.addi(shifts, offset), at, kind_of_scale))
                 for tile, half in np.ndindex(shape[0] // 64, 2):
                     token = ptx.element(row.registers[tile, 0, half, 0, 0], 0)
                     address = _address(base, token, self.size * width, _times(quad, 8 * width))
@@ -394,6 +391,26 @@ class Tiles:
     def loop(self, count: int, body) -> None:
         """Call `body` with 0 … count - 1; what it keeps is in memory."""
         lax.fori_loop(0, count, lambda index, _: body(index), None)
+
+    def put_token_codes(self, ref, row: jax.Array, values: jax.Array) -> None:
+        """Store the lowest bytes of a block's bits as rows of int8 [R, H], in coded columns."""
+
+        @_inline(arg_types=(_REF, self._tokens("block"), self._tile("block")))
+        def store(ctx, ref, row, values):
+            del ctx
+            base, channel = _pointer(ref), self._first_channel()
+            thread = arith.andi(arith.shrui(channel, ptx.integer(3)), ptx.integer(3))
+            column = arith.addi(arith.andi(channel, ptx.integer(-32)), _times(thread, 4))
+            for token, register in enumerate(row.registers.flat):
+                at = ptx.element(register, 0)
+                held = values.registers[0, 0, 0, 0, token, 0, 0]
+                eight = [ptx.element(held, i) for i in range(8)]
+                address = _address(base, at, self.size, column)
+                for part in range(2):
+                    word = _low_bytes(eight[4 * part : 4 * part + 4])
+                    _store_words(arith.addi(address, _constant64(16 * part)), at, [word])
+
+        store(ref, row, values)
 
     def with_centroids(self, count: int, width: int, body) -> None:
         """Call `body` with memory for codes of `count` centroids and for counts of labels."""
@@ -645,6 +662,12 @@ def _codes(values, scale, shift) -> ir.Value:
         code = ptx.instruction(ptx.f32(), "min.f32 $0, $1, 0f42FE0000;", "=f,f", code)
         found.append(arith.addf(code, ptx.constant(MAGIC)))
     return _low_bytes(found)
+
+
+def _narrow(words: list[ir.Value]) -> list[ir.Value]:
+    """Words of float32 that are bfloat16, two in a word."""
+    pairs = zip(words[::2], words[1::2], strict=True)
+    return [ptx.permute_bytes(low, high, 0x7632) for low, high in pairs]
 
 
 def _as_floats(words, kind: ir.Type) -> list[ir.Value]:

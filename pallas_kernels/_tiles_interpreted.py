@@ -94,8 +94,13 @@ class InterpretedTiles:
         if ref.dtype == jnp.bfloat16:
             codes = codes.astype(jnp.bfloat16).astype(jnp.float32) - 128.0
         codes = jnp.round(jnp.clip(codes, 0.0, 127.0)).astype(jnp.int8)
-        parts = codes.reshape(-1, self.size // 32, 4, 2, 4)  # `coded_channels`
+        parts = codes.reshape(-1, self.size // 32, 4, 2, 4)
         return parts.transpose(0, 1, 3, 2, 4).reshape(codes.shape)
+
+    def put_token_codes(self, ref, row: jax.Array, values: jax.Array) -> None:
+        codes = lax.bitcast_convert_type(values, jnp.int32).astype(jnp.int8)
+        parts = codes.reshape(-1, self.size // 32, 4, 2, 4)
+        ref[_or_last(ref, row)] = parts.transpose(0, 1, 3, 2, 4).reshape(codes.shape)
 
     def loop(self, count: int, body) -> None:
         for index in range(count):

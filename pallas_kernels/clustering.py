@@ -22,8 +22,8 @@ from ._counting_sort import (
     offsets,
     order_by,
 )
+from ._launch import Role, launch
 from ._nearest import MAX_CLUSTERS, nearest_labels
-from ._roles import Role, launch
 from .layout import BLOCK
 
 _FAR = 3.0e38
@@ -84,7 +84,7 @@ def _update_body(tiles, program, *refs, shape, stride: int):
 
 def cluster_means(
     values: Float[Array, "b s k h"],
-    order: Int[Array, "b k s"],
+    order: Int[Array, "b k n"],
     where: Offsets,
     centroids: Float[Array, "b k c h"],
     *,

@@ -12,7 +12,7 @@ are exact; its factor is applied in float32.
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -21,6 +21,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float8e4m3fn, Int, Shaped
 
+from ._launch import Role, launch
 from ._numbers import (
     MAGIC,
     group_scale,
@@ -30,7 +31,6 @@ from ._numbers import (
     power_of_two_at_least,
     round_up_11_bits,
 )
-from ._roles import Role, launch
 from ._tiles import loaded_channels, stored_channels
 from .layout import BLOCK, COUNT_ROWS, E4M3, E4M3_NORM, LARGEST_UNIT, STEP
 
@@ -40,8 +40,8 @@ _TILE = 64
 """Queries of a tile."""
 _PROGRAMS = 1024
 """Programs above which each goes through more tiles."""
-_MOST = 4
-"""Tiles that a program goes through, at most."""
+_SHARE, _STATISTICS_SHARE = 4, 2
+"""Tiles that a program goes through at most; of channel statistics."""
 
 
 def unsupported(head_dim: int, *token_arrays: jax.ShapeDtypeStruct | Array) -> str | None:
@@ -56,9 +56,9 @@ def unsupported(head_dim: int, *token_arrays: jax.ShapeDtypeStruct | Array) -> s
     return None
 
 
-def _tiles_of_program(tiles: int, heads: int) -> int:
+def _tiles_of_program(tiles: int, heads: int, most: int = _SHARE) -> int:
     """Tiles that a program goes through: one while there are few programs."""
-    return max(1, min(_MOST, tiles, tiles * heads // _PROGRAMS))
+    return max(1, min(most, tiles, tiles * heads // _PROGRAMS))
 
 
 def _flat(array: Array, axes: int) -> Array:
@@ -83,13 +83,24 @@ def _through(tiles, rows, matrix):
     """Rows times the matrix, float32; float32 rows in three exact pieces of 8 bits."""
     if rows.dtype != jnp.float32:
         return tiles.product(rows, matrix)
-    total, rest = None, rows
+    parts, rest = [], rows
     for _ in range(3):
         piece = rest.astype(jnp.bfloat16)
         rest = rest - piece.astype(jnp.float32)
-        part = tiles.product(piece, matrix)
-        total = part if total is None else total + part
-    return total
+        parts.append(tiles.product(piece, matrix))
+    return parts[0] + parts[1] + parts[2]
+
+
+class ValueStatistics(NamedTuple):
+    """What the scales of the values follow from.
+
+    Attributes:
+      means: float32 [B, K, n, H], of each block of 128 tokens; `None`: none are taken.
+      largest: float32 [B, K, H], largest magnitude of each channel, of residuals with means.
+    """
+
+    means: Float[Array, "b k j h"] | None
+    largest: Float[Array, "b k h"]
 
 
 # --- which tokens
@@ -174,7 +185,7 @@ def _channel_body(tiles, program, tokens_ref, *refs, shape, share: int, maximum:
 def _channel_role(tokens, valid, maximum: bool) -> Role:
     batch, length, heads, size = tokens.shape
     tiles = pl.cdiv(length, BLOCK)
-    share = _tiles_of_program(tiles, batch * heads)
+    share = _tiles_of_program(tiles, batch * heads, _STATISTICS_SHARE)
     chunks = pl.cdiv(tiles, share)
     masks = () if valid is None else (_flat(valid.astype(jnp.int32), 2),)
     shape = (length, heads, chunks)
@@ -206,6 +217,32 @@ def channel_statistics(
     """
     ((parts,),) = launch([_channel_role(tokens, valid, maximum)], interpret=interpret)
     return _channel_result(tokens, parts, maximum)
+
+
+def statistics(
+    key: Float[Array, "b s k h"],
+    value: Float[Array, "b s k h"],
+    count: Int[Array, " b"],
+    order: Int[Array, "b k s"] | None,
+    valid: Bool[Array, "b s"] | None,
+    *,
+    smooth: bool,
+    interpret: bool = False,
+) -> tuple[Float[Array, "b k h"], ValueStatistics]:
+    """The sum of the valid keys, and what the values' scales follow from, in one launch.
+
+    Args:
+      smooth: whether block means are taken from the values.
+    """
+    if smooth:
+        role = _value_statistics_role(value, count, order)
+    else:
+        role = _channel_role(value, valid, maximum=True)
+    (total,), found = launch([_channel_role(key, valid, maximum=False), role], interpret=interpret)
+    total = _channel_result(key, total, maximum=False)
+    if smooth:
+        return total, _value_statistics_result(value, found)
+    return total, ValueStatistics(None, _channel_result(value, *found, maximum=True))
 
 
 # --- queries
@@ -444,7 +481,7 @@ def value_statistics(
     order: Int[Array, "b k s"] | None,
     *,
     interpret: bool = False,
-) -> tuple[Float[Array, "b k j h"], Float[Array, "b k h"]]:
+) -> ValueStatistics:
     """Mean of each 128-value block, and each channel's largest residual, both float32."""
     (found,) = launch([_value_statistics_role(value, count, order)], interpret=interpret)
     return _value_statistics_result(value, found)
@@ -464,10 +501,10 @@ def _value_statistics_role(value, count, order) -> Role:
     )
 
 
-def _value_statistics_result(value, found) -> tuple[Array, Array]:
+def _value_statistics_result(value, found) -> ValueStatistics:
     batch, _, heads, size = value.shape
     means, largest = (x.reshape(batch, heads, -1, size) for x in found)
-    return means, largest_magnitude(largest, 2)
+    return ValueStatistics(means, largest_magnitude(largest, 2))
 
 
 def _value_body(tiles, program, value_ref, count_ref, inverse_ref, *refs, shape, share, ordered):
@@ -516,7 +553,24 @@ def quantize_values(
     """
     role = _value_role(value, count, order, means, scale)
     ((codes,),) = launch([role], interpret=interpret)
-    return codes.reshape(*value.shape[0::2][:2], *codes.shape[1:])
+    return _value_result(value, codes)
+
+
+def quantize_queries_and_values(
+    queries: tuple[Array, Array, Array],
+    values: tuple[Array, Array, Array | None, Array | None, Array],
+    *,
+    interpret: bool = False,
+    **formats: Any,
+) -> tuple[tuple[Array, Array, Array], Array]:
+    """`quantize_queries` and `quantize_values`, of their arguments in order, in one launch."""
+    roles = [_query_role(*queries, **formats), _value_role(*values)]
+    found, (codes,) = launch(roles, interpret=interpret)
+    return _query_result(queries[0], found), _value_result(values[0], codes)
+
+
+def _value_result(value, codes) -> Array:
+    return codes.reshape(value.shape[0], value.shape[2], *codes.shape[1:])
 
 
 def _value_role(value, count, order, means, scale) -> Role:

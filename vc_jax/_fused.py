@@ -7,6 +7,7 @@ that is about as far from two centroids may fall to the other.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +21,14 @@ from ._quantize import E4M3, largest_magnitude
 from .pallas_kernels.layout import Prepared8
 
 
-def preparation_unsupported(*tokens: Array) -> str | None:
+def preparation_unsupported(*tokens: Array | jax.ShapeDtypeStruct) -> str | None:
     """Why fused kernels cannot prepare these queries, keys and values, or `None`."""
     from .pallas_kernels import preparation  # Pallas takes a while to import.
 
     return preparation.unsupported(tokens[0].shape[-1], *tokens)
 
 
-def clustering_unsupported(key: Array, clusters: int) -> str | None:
+def clustering_unsupported(key: Array | jax.ShapeDtypeStruct, clusters: int) -> str | None:
     """Why fused kernels cannot cluster values with the shape of these keys, or `None`."""
     from .pallas_kernels import clustering
 
@@ -51,6 +52,27 @@ def key_mean_fused(
     return total / jnp.maximum(kv_count, 1).astype(jnp.float32)[:, None, None]
 
 
+def statistics_fused(
+    key: Float[Array, "b s k h"],
+    value: Float[Array, "b s k h"],
+    order: Int[Array, "b k s"] | None,
+    key_valid: Bool[Array, "b s"] | None,
+    kv_count: Int[Array, " b"] | None,
+    *,
+    smooth: bool,
+    interpret: bool = False,
+) -> tuple[Float[Array, "b k h"], Any]:
+    """`mean_key`, and the statistics of the values that `prepare_fused` takes, in one pass."""
+    from .pallas_kernels import preparation
+
+    batch, length = key.shape[:2]
+    count = jnp.full(batch, length, jnp.int32) if kv_count is None else kv_count
+    total, of_values = preparation.statistics(
+        key, value, count, order, key_valid, smooth=smooth, interpret=interpret
+    )
+    return total / jnp.maximum(count, 1).astype(jnp.float32)[:, None, None], of_values
+
+
 def prepare_fused(
     query: Float[Array, "b t n h"],
     key: Float[Array, "b s k h"],
@@ -63,12 +85,14 @@ def prepare_fused(
     kv_count: Int[Array, " b"] | None = None,
     mean: Float[Array, "b k h"] | None = None,
     smooth: bool | None = None,
+    value_statistics: Any = None,
     interpret: bool = False,
 ) -> Prepared8:
     """As `prepare`, for 8-bit configurations and what `preparation.unsupported` allows.
 
     Args:
       key_valid: the tokens that `kv_count` counts.
+      value_statistics: from `statistics_fused`; `None`: in a launch of their own.
       Others as of `prepare`.
     """
     from .pallas_kernels import preparation
@@ -88,14 +112,9 @@ def prepare_fused(
         unit = largest_magnitude(key_scale, -1)
         unit = jnp.where(unit == 0, 1.0, unit)
         key_scale = key_scale / unit[..., None]
-    query_codes, query_scale, excess = preparation.quantize_queries(
-        query,
-        unit,
-        largest_query_scale(key_scale)[..., 0],
-        scale=scale * CODES_PER_NAT,
-        **formats,
-    )
-    if smooth:
+    if value_statistics is not None:
+        means, largest = value_statistics
+    elif smooth:
         means, largest = preparation.value_statistics(value, count, order, interpret=interpret)
     else:
         means = None
@@ -103,8 +122,11 @@ def prepare_fused(
             value, key_valid, maximum=True, interpret=interpret
         )
     value_scale = value_scale_of(largest, means)
-    value_codes = preparation.quantize_values(
-        value, count, order, means, value_scale, interpret=interpret
+    (query_codes, query_scale, excess), value_codes = preparation.quantize_queries_and_values(
+        (query, unit, largest_query_scale(key_scale)[..., 0]),
+        (value, count, order, means, value_scale),
+        scale=scale * CODES_PER_NAT,
+        **formats,
     )
     return Prepared8(
         query_codes,

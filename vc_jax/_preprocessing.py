@@ -15,9 +15,9 @@ from ._config import AttentionConfig, default_clusters, default_lloyd_stride
 from ._fused import (
     cluster_order_fused,
     clustering_unsupported,
-    key_mean_fused,
     preparation_unsupported,
     prepare_fused,
+    statistics_fused,
 )
 from ._implementations import IMPLEMENTATIONS, Static
 from ._prepare import Prepared, prepare
@@ -75,7 +75,12 @@ def prepare_call(
         "smooth": static.smooth,
     }
     if fuses(static.implementation, inputs):
-        mean = key_mean_fused(inputs.key, valid, count) if config.center_keys else None
-        return prepare_fused(*arrays, key_valid=valid, mean=mean, **common), mean
+        mean, of_values = None, None
+        if config.center_keys:
+            mean, of_values = statistics_fused(
+                inputs.key, inputs.value, order, valid, count, smooth=static.smooth
+            )
+        fused = {"key_valid": valid, "value_statistics": of_values}
+        return prepare_fused(*arrays, mean=mean, **fused, **common), mean
     mean = mean_key(inputs.key, valid) if config.center_keys else None
     return prepare(*arrays, key_mean=mean, **common), mean

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,9 @@ from jaxtyping import Array
 from ._tiles import Tiles
 from ._tiles_interpreted import InterpretedTiles
 from ._varying import vary_together, varying_axes
+
+_TOGETHER = 4096
+"""Programs above which each role is launched by itself, with no more registers than it needs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,10 +41,7 @@ class Role:
 
     @property
     def programs(self) -> int:
-        count = 1
-        for axis in self.grid:
-            count *= axis
-        return count
+        return math.prod(self.grid)
 
     def run(self, tiles, program, refs) -> None:
         """The program with a number within the role."""
@@ -52,13 +53,15 @@ class Role:
 
 
 def launch(roles: Sequence[Role], *, interpret: bool = False) -> list[list[Array]]:
-    """Run all programs of the roles in one launch; the results of each role.
+    """Run all programs of the roles, in one launch if they are few; the results of each role.
 
     Results vary over every manual mesh axis that one of the arguments varies over.
     """
     arguments = vary_together(*(x for role in roles for x in role.arguments))
     if interpret:
         return [_interpreted(role) for role in roles]
+    if len(roles) > 1 and sum(role.programs for role in roles) > _TOGETHER:
+        return [launch([role])[0] for role in roles]
     kind = jax.sharding.ManualAxisType(varying=varying_axes(arguments[0]))
     results = [
         jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=kind)
