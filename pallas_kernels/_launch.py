@@ -1,71 +1,107 @@
-"""Launching kernels written for Pallas's Triton backend, which read rows through an index."""
+"""One launch of a Mosaic GPU kernel whose programs have roles: each is a warpgroup of its own."""
 
 import dataclasses
-import warnings
+import functools
+import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.triton as plt
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax._src.pallas import core as pallas_core
+from jax import lax
 from jaxtyping import Array
 
+from ._tiles import Tiles
+from ._tiles_interpreted import InterpretedTiles
 from ._varying import vary_together, varying_axes
+
+_TOGETHER = 4096
+"""Programs above which each role is launched by itself, with no more registers than it needs."""
 
 
 @dataclasses.dataclass(frozen=True)
-class _CompilerParams(plt.CompilerParams):
-    """Triton's parameters under a name of their own: Pallas looks the lowering up by the class."""
+class Role:
+    """What some programs of a launch do.
 
-
-def _lower_without_warning(*operands, **parameters):
-    """Pallas's lowering for Triton, less the news that this backend will go.
-
-    It is raised while a program is lowered, long after `launch`, and is nothing that a caller of
-    this library could act on.
+    Attributes:
+      body: called with operations on tiles, the indices of a program, and references to the
+        arguments and results.
+      grid: of its programs, the last axis runs fastest.
+      arguments, results: whole arrays; the interpreter adds a row to results with two axes or one.
+      size: channels of a token.
     """
-    rule = pallas_core.get_lowering_rule(plt.CompilerParams, "gpu")
-    assert rule is not None
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*Triton backend is deprecated.*")
-        return rule(*operands, **parameters)
+
+    body: Callable[..., None]
+    grid: tuple[int, ...]
+    arguments: Sequence[Array]
+    results: Sequence[jax.ShapeDtypeStruct]
+    size: int
+
+    @property
+    def programs(self) -> int:
+        return math.prod(self.grid)
+
+    def run(self, tiles, program, refs) -> None:
+        """The program with a number within the role."""
+        indices = []
+        for axis in reversed(self.grid[1:]):
+            indices.append(lax.rem(program, jnp.int32(axis)))
+            program = lax.div(program, jnp.int32(axis))
+        self.body(tiles, (program, *reversed(indices)), *refs)
 
 
-pallas_core.register_lowering_rule(_CompilerParams, _lower_without_warning, "gpu")
+def launch(roles: Sequence[Role], *, interpret: bool = False) -> list[list[Array]]:
+    """Run all programs of the roles, in one launch if they are few; the results of each role.
 
-
-def launch(
-    body: Callable,
-    grid: tuple[int, ...],
-    results: Sequence[jax.ShapeDtypeStruct],
-    arguments: Sequence[Array],
-    *,
-    warps: int = 4,
-    stages: int = 1,
-    aliases: dict[int, int] | None = None,
-    interpret: bool = False,
-) -> Sequence[Array]:
-    """One kernel launch over whole arrays; the first axis of the grid runs fastest.
-
-    Arguments and results vary over every manual mesh axis that one of the arguments varies over.
-
-    Args:
-      aliases: argument whose memory becomes that of a result -> the result.
+    Results vary over every manual mesh axis that one of the arguments varies over.
     """
-    arguments = vary_together(*arguments)
+    arguments = vary_together(*(x for role in roles for x in role.arguments))
+    if interpret:
+        return [_interpreted(role) for role in roles]
+    if len(roles) > 1 and sum(role.programs for role in roles) > _TOGETHER:
+        return [launch([role])[0] for role in roles]
     kind = jax.sharding.ManualAxisType(varying=varying_axes(arguments[0]))
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=kind) for x in results]
-    return pl.pallas_call(
-        body,
-        grid=grid,
-        out_shape=shapes,
-        input_output_aliases=aliases or {},
-        compiler_params=_CompilerParams(num_warps=warps, num_stages=stages),
-        interpret=interpret,
-    )(*arguments)
+    results = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=kind)
+        for role in roles
+        for x in role.results
+    ]
+
+    def entry(*refs):
+        inputs, outputs = list(refs[: len(arguments)]), list(refs[len(arguments) :])
+        program, first = lax.axis_index("programs"), 0
+        for role in roles:
+            own = [inputs.pop(0) for _ in role.arguments] + [outputs.pop(0) for _ in role.results]
+            last = first + role.programs
+            inside = (program >= first) & (program < last)
+            run = functools.partial(role.run, Tiles(role.size), program - first, own)
+            run() if len(roles) == 1 else pl.when(inside)(run)
+            first = last
+
+    kernel: Any = plgpu.kernel(
+        entry,
+        out_type=results,
+        grid=(sum(role.programs for role in roles),),
+        grid_names=("programs",),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )
+    flat = list(kernel(*arguments))
+    return [[flat.pop(0) for _ in role.results] for role in roles]
 
 
-def rows_of(ref, batch, row, head):
-    """Rows [n, H] of one head of BTNH tokens."""
-    return ref.at[batch, row[:, None], head, jnp.arange(ref.shape[-1])[None, :]]
+def _interpreted(role: Role) -> list[Array]:
+    def entry(*refs):
+        role.run(InterpretedTiles(role.size), pl.program_id(0), refs)
+
+    def padded(result: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((result.shape[0] + 1, *result.shape[1:]), result.dtype)
+
+    found = pl.pallas_call(
+        entry,
+        grid=(role.programs,),
+        out_shape=[padded(x) for x in role.results],
+        interpret=True,
+    )(*role.arguments)
+    return [x[:-1] for x in found]

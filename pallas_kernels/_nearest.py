@@ -1,4 +1,4 @@
-"""The nearest centroid of each token, by products of 8-bit codes.
+"""The nearest centroid of each token, by products of 8-bit codes, and its rank in the sort.
 
 Distances never leave the registers. They are between codes of tokens (7 bits) and of centroids (8),
 relative to the mean of a head's centroids: their products cost half of those of 16 bits, and an
@@ -10,26 +10,25 @@ from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.triton as plt
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
-from ._launch import launch, rows_of
-from ._numbers import int8_codes
+from ._counting_sort import Labels, segments_of, width_of
+from ._launch import Role, launch
+from ._numbers import MAGIC
+from ._tiles import CHUNK
+from .layout import BLOCK
 
-_TILE = 128
-"""Tokens that a program labels."""
-_CHUNK = 64
-"""Centroids whose distances exist at a time."""
+_BITS = 9
+"""Of the number of a centroid, beside a distance of 23 bits."""
+_PHASE = 1 << _BITS
+"""Centroids in shared memory at a time."""
 MAX_CLUSTERS = 2048
-"""Beside a distance of 23 bits there is room for 9 bits, which tell one column in four."""
 _FINER = 3.5
 """Units of a centroid's code in one of a token's code."""
 _FAR = 3.0e38
 _TINY = 2.0**-100
-"""Centroids that are not farther apart have codes of zero."""
-_NONE = 2**30
 
 
 class Codes(NamedTuple):
@@ -39,125 +38,179 @@ class Codes(NamedTuple):
     the centroids. `centroid` are codes of the centroids, negative and finer. Then the squared
     distance to a centroid c, times a number and less what is the same for all c, is twice the inner
     product of the two codes plus a constant of c. `base` is that constant, shifted to the left by
-    `bits`, plus the place of c among the centroids of its column.
+    9, plus c, modulo 512.
 
     Attributes:
-      scale: [B, K, H], one number a head; the bfloat16 of bfloat16 values, otherwise float32.
-      shift: [B, K, H], likewise.
-      centroid: int8 [B, K, W, H].
-      base: int32 [B, K, W], very large for columns that are no centroid.
-      bits: of the places in a column.
+      scale: float32 [B·K, H], one number a head; for bfloat16 values one of bfloat16.
+      shift: float32 [B·K, H], likewise.
+      centroid: int8 [B·K, chunks, 64, H], channels in the order of coded columns.
+      base: int32 [B·K, chunks, 64], very large for columns that are no centroid.
     """
 
     scale: Array
     shift: Array
     centroid: Array
     base: Array
-    bits: int
 
 
-def codes_of(centroids: Float[Array, "b k c h"], dtype: jnp.dtype) -> Codes:
-    """Codes of the centroids, and how tokens of a dtype get theirs."""
-    k = centroids.shape[2]
-    width = -(-k // _CHUNK) * _CHUNK
-    bits = (width // 4 - 1).bit_length()
-    packed = dtype == jnp.bfloat16
-    dtype, bits_kept, zero = (jnp.bfloat16, 7, 192.0) if packed else (jnp.float32, 23, 64.0)
-    mean = jnp.mean(centroids, 2, keepdims=True)
-    moved = centroids - mean
-    amax = jnp.max(jnp.abs(moved), (2, 3), keepdims=True)
-    rms = jnp.sqrt(jnp.mean(moved**2, (2, 3), keepdims=True))
+def _codes_body(tiles, program, centroids_ref, *refs, k: int, columns: int, packed: bool):
+    scale_ref, shift_ref, code_ref, base_ref = refs
+    (by_head,) = program
+    place = tiles.index(BLOCK, "block")
+    bits_kept, zero = (7, 192.0) if packed else (23, 64.0)
+
+    def over_tiles(count, body, start):
+        """`body` of rows, float32 1 at those of centroids, their numbers, and a carry."""
+
+        def step(tile, carry):
+            number = tile * BLOCK + place
+            row = jnp.where(number < k, by_head * k + number, -1)
+            rows = tiles.rows(centroids_ref, row, "block")
+            return body(rows, jnp.where(number < k, 1.0, 0.0), number, carry)
+
+        return lax.fori_loop(0, pl.cdiv(count, BLOCK), step, start)
+
+    def add(rows, there, number, total):
+        del there, number
+        return total + jnp.sum(rows, 0)
+
+    zeros = tiles.zeros((tiles.size,), jnp.float32, "block")
+    mean = over_tiles(k, add, zeros) * (1.0 / k)
+
+    def spread(rows, there, number, carry):
+        del number
+        moved = rows - tiles.over_tokens(there, "block") * tiles.over_channels(mean, BLOCK, "block")
+        largest, squares = carry
+        return jnp.maximum(largest, tiles.largest(moved, 0)), squares + jnp.sum(moved * moved, 0)
+
+    largest, squares = over_tiles(k, spread, (zeros, zeros))
+    amax = tiles.largest(largest, 0)
+    rms = jnp.sqrt(jnp.sum(squares, 0) * (1.0 / (k * tiles.size)))
     # There are codes for tokens twice as far from the mean as the farthest centroid is, unless that
     # is an outlier, which must not take the codes from all others.
     most = jnp.minimum(amax, 8.0 * rms)
     most = jnp.where((most > _TINY) & (amax < _FAR), most, 1.0)
-    round_as = functools.partial(lax.reduce_precision, exponent_bits=8, mantissa_bits=bits_kept)
-    scale = round_as(32.0 / most)
-    shift = round_as(zero - mean * scale)
-    # What shift and scale lost by rounding is lost here too, so that it does not matter.
-    code = centroids * scale + (shift - zero)
-    code = jnp.clip(jnp.round(code * _FINER), -127.0, 127.0)
-    code = jnp.where(jnp.isnan(code), 0.0, code)
-    # _FINER·|x − c|² of token code 64 + x and c = code/_FINER, less _FINER·|x|².
-    constant = jnp.sum(code * (code * (1 / _FINER) + 128.0), -1)
-    # Pairs of neighbours in turns over four columns, as tensor cores hand products to threads: a
-    # thread then keeps the least distance of a column without asking another one.
-    column = jnp.arange(width)
-    base = jnp.pad(jnp.round(constant).astype(jnp.int32), ((0, 0), (0, 0), (0, width - k)))
-    base = jnp.where(column < k, base << bits, 2**31 - 1024) + (column // 8 * 2 + column % 2)
-    code = jnp.pad(-code.astype(jnp.int8), ((0, 0), (0, 0), (0, width - k), (0, 0)))
-    scale = jnp.broadcast_to(scale, shift.shape)
-    return Codes(scale[:, :, 0].astype(dtype), shift[:, :, 0].astype(dtype), code, base, bits)
+    scale = _rounded(32.0 / most, bits_kept)
+    shift = _rounded(zero - mean * scale, bits_kept)
+    tiles.put_channels(scale_ref, by_head, zeros + scale)
+    tiles.put_channels(shift_ref, by_head, shift)
+
+    def encode(rows, there, number, carry):
+        # What shift and scale lost by rounding is lost here too, so that it does not matter.
+        code = rows * scale + tiles.over_channels(shift - zero, BLOCK, "block")
+        code = jnp.round(code * _FINER)
+        # A centroid that is not finite is at the mean.
+        code = jnp.where(jnp.abs(code) < _FAR, jnp.minimum(jnp.maximum(code, -127.0), 127.0), 0.0)
+        # The very large bases must stay what they are.
+        code = code * tiles.over_tokens(there, "block")
+        # _FINER·|x − c|² of token code 64 + x and c = code/_FINER, less _FINER·|x|².
+        constant = jnp.sum(code * (code * (1 / _FINER) + 128.0), 1)
+        base = jnp.round(constant).astype(jnp.int32) << _BITS
+        base = jnp.where(number < k, base, 2**31 - _PHASE) + (number & (_PHASE - 1))
+        to = jnp.where(number < columns, by_head * columns + number, -1)
+        tiles.put_entries(base_ref, to, base, "block")
+        tiles.put_token_codes(code_ref, to, MAGIC - code)
+        return carry
+
+    over_tiles(columns, encode, jnp.int32(0))
 
 
-def token_codes(rows, scale, shift, interpret: bool):
-    """Codes int8 of rows [n, H]."""
-    if rows.dtype != jnp.bfloat16:
-        codes = rows.astype(jnp.float32) * scale[None, :] + shift[None, :]
-        return int8_codes(jnp.minimum(jnp.maximum(codes, 0.0), 127.0))
-    if interpret:
-        codes = rows.astype(jnp.float32) * scale.astype(jnp.float32)[None, :]
-        codes = (codes + shift.astype(jnp.float32)[None, :]).astype(jnp.bfloat16)
-        codes = jnp.minimum(jnp.maximum(codes.astype(jnp.float32), 128.0), 255.0)
-        return int8_codes(codes - 128.0)
-    scale = jnp.broadcast_to(scale[None, :], rows.shape)
-    shift = jnp.broadcast_to(shift[None, :], rows.shape)
-    (codes,) = plt.elementwise_inline_asm(
-        _TOKEN_CODES,
-        args=[rows, scale, shift],
-        constraints="=r,r,r,r,r,r,r",
-        pack=4,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(rows.shape, jnp.int8)],
+def _rounded(values, bits: int):
+    """Float32 to `bits` after the leading one, to the nearest, ties up."""
+    if bits == 23:
+        return values
+    some = lax.bitcast_convert_type(values, jnp.int32)
+    cut = 23 - bits
+    some = ((some + (1 << (cut - 1))) >> cut) << cut
+    return lax.bitcast_convert_type(some, jnp.float32)
+
+
+def codes_of(
+    centroids: Float[Array, "b k c h"], dtype: jnp.dtype, *, interpret: bool = False
+) -> Codes:
+    """Codes of the centroids, and how tokens of a dtype get theirs."""
+    batch, heads, k, size = centroids.shape
+    columns = pl.cdiv(k, CHUNK) * CHUNK
+    columns = columns if columns <= _PHASE else pl.cdiv(k, _PHASE) * _PHASE
+    packed = dtype == jnp.bfloat16
+    channels = jax.ShapeDtypeStruct((batch * heads, size), jnp.float32)
+    role = Role(
+        functools.partial(_codes_body, k=k, columns=columns, packed=packed),
+        (batch * heads,),
+        (centroids.reshape(-1, size),),
+        [
+            *(channels, channels),
+            jax.ShapeDtypeStruct((batch * heads * columns, size), jnp.int8),
+            jax.ShapeDtypeStruct((batch * heads * columns,), jnp.int32),
+        ],
+        size,
     )
-    return codes
+    ((scale, shift, code, base),) = launch([role], interpret=interpret)
+    chunks = (batch * heads, columns // CHUNK, CHUNK)
+    return Codes(scale, shift, code.reshape(*chunks, size), base.reshape(chunks))
 
 
-_TOKEN_CODES = """{
-.reg .b32 low, high, least, most;
-mov.b32 least, 0x43004300;
-mov.b32 most, 0x437F437F;
-fma.rn.bf16x2 low, $1, $3, $5;
-fma.rn.bf16x2 high, $2, $4, $6;
-max.bf16x2 low, low, least;
-max.bf16x2 high, high, least;
-min.bf16x2 low, low, most;
-min.bf16x2 high, high, most;
-prmt.b32 $0, low, high, 0x6420;
-}"""
-"""Four codes: between 128 and 255, a bfloat16 is an integer, and its low byte that less 128."""
+def _label_body(tiles, program, *refs, shape, k: int, stride: int, share: int):
+    values_ref, scale_ref, shift_ref, centroids_ref, base_ref, *masks, label_ref = refs[:-2]
+    rank_ref, counts_ref = refs[-2:]
+    (length, heads, sampled, segments, width, held), (batch, head, segment) = shape, program
+    chunks = held // CHUNK
+    phases = pl.cdiv(base_ref.shape[1], chunks)
+    by_head = batch * heads + head
+    place, flat_place = tiles.index(BLOCK, "rows"), tiles.index(BLOCK, "flat")
 
+    def nearest_of_phase(codes, memory, phase, best):
+        found = tiles.full(BLOCK, jnp.int32(2**31 - 1), "rows")
 
-def _label_body(*refs, k: int, bits: int, stride: int, interpret: bool):
-    values_ref, scale_ref, shift_ref, centroids_ref, base_ref, *masks, label_ref = refs
-    tile, head, batch = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    sampled = tile * _TILE + jnp.arange(_TILE)
-    row = sampled * stride
-    inside = row < values_ref.shape[1]
-    valid = inside
-    for valid_ref in masks:
-        valid = inside & (plt.load(valid_ref.at[batch, row], mask=inside, other=0) != 0)
-    rows = plt.load(rows_of(values_ref, batch, row, head), mask=valid[:, None], other=0.0)
-    scale, shift = (plt.load(ref.at[batch, head, :]) for ref in (scale_ref, shift_ref))
-    codes = token_codes(rows, scale, shift, interpret)
-    chunks = base_ref.shape[2] // _CHUNK
-    column, channel = jnp.arange(_CHUNK), jnp.arange(values_ref.shape[3])[None, :]
+        def nearer_of_chunk(chunk, found):
+            distance = tiles.distances(codes, memory, chunk, 2 << _BITS)
+            return jnp.minimum(found, jnp.min(distance, 1))
 
-    def nearer(chunk, best):
-        some = chunk * _CHUNK + column
-        centroids = plt.load(centroids_ref.at[batch, head, some[:, None], channel])
-        inner = jnp.dot(codes, centroids.T, preferred_element_type=jnp.int32)
-        base = plt.load(base_ref.at[batch, head, some])[None, :]
-        distance = (inner * (2 << bits) + base).reshape(_TILE, _CHUNK // 8, 4, 2)
-        return jnp.minimum(best, jnp.min(jnp.min(distance, 3), 1))
+        found = lax.fori_loop(0, chunks, nearer_of_chunk, found)
+        # The first of the nearest: a distance of a later phase has to be less.
+        distance, label = found >> _BITS, (found & (_PHASE - 1)) + phase * _PHASE
+        nearer = distance < best[0]
+        return jnp.where(nearer, distance, best[0]), jnp.where(nearer, label, best[1])
 
-    best = jnp.full((_TILE, 4), 2**31 - 1, jnp.int32)
-    best = lax.fori_loop(0, chunks, nearer, best)
-    least = jnp.min(best, 1)
-    place = best & ((1 << bits) - 1)
-    candidate = (place >> 1) * 8 + (place & 1) + 2 * jnp.arange(4)[None, :]
-    candidate = jnp.where(best == least[:, None], candidate, _NONE)
-    label = jnp.where(valid, jnp.minimum(jnp.min(candidate, 1), k - 1), k)
-    plt.store(label_ref.at[batch, head, sampled], label, mask=inside)
+    def label_tile(memory, index):
+        token = (segment * share + index) * BLOCK + place
+        inside = token < sampled
+        row = batch * length + token * stride
+        valid = inside
+        for valid_ref in masks:
+            valid = tiles.entries(valid_ref, jnp.where(inside, row, -1), "rows") != 0
+        at = jnp.where(valid, row * heads + head, -1)
+        codes = tiles.token_codes(values_ref, at, scale_ref, shift_ref, by_head)
+        best = (
+            tiles.full(BLOCK, jnp.int32(2**31 - 1), "rows"),
+            tiles.full(BLOCK, jnp.int32(0), "rows"),
+        )
+        for phase in range(phases):
+            if phases > 1:
+                tiles.load_centroids(
+                    memory, centroids_ref, base_ref, by_head, phase * (held // CHUNK)
+                )
+            best = nearest_of_phase(codes, memory, phase, best)
+        label = jnp.where(valid, jnp.minimum(best[1], k - 1), k)
+        # Tokens past the last one are counted as a label of their own.
+        label = jnp.where(inside, label, k + 1)
+        label = tiles.flat(label, memory)
+        rank = tiles.ranks(label, memory)
+        token = (segment * share + index) * BLOCK + flat_place
+        to = jnp.where(token < sampled, by_head * sampled + token, -1)
+        tiles.put_entries(label_ref, to, label, "flat")
+        tiles.put_entries(rank_ref, to, rank, "flat")
+
+    def run(memory):
+        tiles.clear_counts(memory)
+        if phases == 1:
+            tiles.load_centroids(memory, centroids_ref, base_ref, by_head, 0)
+
+        tiles.loop(share, functools.partial(label_tile, memory))
+        to = (by_head * segments + segment) * width + tiles.index(width, "flat")
+        tiles.put_entries(counts_ref, to, tiles.counts(memory), "flat")
+
+    tiles.with_centroids(held, width, run)
 
 
 def nearest_labels(
@@ -167,24 +220,41 @@ def nearest_labels(
     *,
     stride: int = 1,
     interpret: bool = False,
-) -> Int[Array, "b k n"]:
+) -> Labels:
     """The centroid of least squared L2 distance for every `stride`-th token; k for an invalid one.
 
     Of centroids that are about as near, either may be taken.
     """
-    batch, length, heads, _ = values.shape
-    length = pl.cdiv(length, stride)
-    codes = codes_of(centroids, values.dtype)
-    masks = () if valid is None else (valid.astype(jnp.int8),)
+    batch, length, heads, size = values.shape
+    k = centroids.shape[2]
+    sampled = pl.cdiv(length, stride)
+    share, segments = segments_of(sampled, batch * heads)
+    width = width_of(k)
+    codes = codes_of(centroids, values.dtype, interpret=interpret)
+    columns = codes.base.shape[1] * CHUNK
+    masks = () if valid is None else (valid.astype(jnp.int32).reshape(-1),)
     body = functools.partial(
-        _label_body, k=centroids.shape[2], bits=codes.bits, stride=stride, interpret=interpret
+        _label_body,
+        shape=(length, heads, sampled, segments, width, min(columns, _PHASE)),
+        k=k,
+        stride=stride,
+        share=share,
     )
-    (label,) = launch(
+    entries = jax.ShapeDtypeStruct((batch * heads * sampled,), jnp.int32)
+    counts = jax.ShapeDtypeStruct((batch * heads * segments * width,), jnp.int32)
+    role = Role(
         body,
-        (pl.cdiv(length, _TILE), heads, batch),
-        [jax.ShapeDtypeStruct((batch, heads, length), jnp.int32)],
-        (values, *codes[:4], *masks),
-        stages=3,
-        interpret=interpret,
+        (batch, heads, segments),
+        (
+            values.reshape(-1, size),
+            *codes,
+            *masks,
+        ),
+        [entries, entries, counts],
+        size,
     )
-    return label
+    ((label, rank, counts),) = launch([role], interpret=interpret)
+    shape = (batch, heads, sampled)
+    return Labels(
+        label.reshape(shape), rank.reshape(shape), counts.reshape(batch, heads, segments, width)
+    )

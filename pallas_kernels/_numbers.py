@@ -1,16 +1,12 @@
-"""Scales and codes inside a kernel, as the quantisers of the prepared layout define them.
-
-Magnitudes are compared as integers, among which a NaN is the largest: the maximum of floats of
-Pallas's Triton backend drops NaNs.
-"""
+"""Scales and codes inside a kernel, as the quantisers of the prepared layout define them."""
 
 import jax.numpy as jnp
 from jax import lax
 
 from .layout import TINY
 
-_MAGIC = 12582912.0
-"""1.5 · 2^23."""
+MAGIC = 12582912.0
+"""1.5 · 2^23: a sum with it leaves the nearest integer, to even, in the low bits of a float32."""
 
 
 def magnitude_bits(values):
@@ -30,6 +26,11 @@ def ordered_bits(values):
 
 def from_ordered_bits(bits):
     return as_float(bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+def largest(values, axis: int):
+    """The largest along an axis; a NaN wins, which XLA's maximum may drop on the CPU."""
+    return from_ordered_bits(jnp.max(ordered_bits(values), axis))
 
 
 def largest_magnitude(values, axis: int):
@@ -65,18 +66,12 @@ def round_to_bfloat16(values):
     return jnp.where(is_finite(values), as_float(rounded), values)
 
 
-def norm(vectors):
-    """L2 norm of rows that neither overflows nor underflows on the way."""
+def norm(tiles, vectors):
+    """L2 norm of the rows of a tile that neither overflows nor underflows on the way."""
     largest = jnp.max(magnitude_bits(vectors), 1)
     exponent = largest & 0x7F800000
     usual = (exponent > 0) & (exponent < 0x7E800000)
     unit = as_float(jnp.where(usual, exponent, 0x3F800000))
     inverse = as_float(jnp.where(usual, 0x7F000000 - exponent, 0x3F800000))
-    scaled = vectors * inverse[:, None]
+    scaled = vectors * tiles.over_tokens(inverse, "rows")
     return unit * jnp.sqrt(jnp.sum(scaled * scaled, 1))
-
-
-def int8_codes(values):
-    """Values within ±127 (and a rounding error) to the nearest integer, to even."""
-    # The sum leaves the integer in the low bits of a float32, the low byte is the code.
-    return lax.bitcast_convert_type(values + _MAGIC, jnp.int32).astype(jnp.int8)

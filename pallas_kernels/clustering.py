@@ -10,7 +10,6 @@ import functools
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.triton as plt
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
@@ -22,14 +21,12 @@ from ._counting_sort import (
     number_of_counts,
     offsets,
     order_by,
-    ranked,
 )
-from ._launch import launch, rows_of
+from ._launch import Role, launch
 from ._nearest import MAX_CLUSTERS, nearest_labels
 from ._numbers import ordered_bits
+from .layout import BLOCK
 
-_TILE = 128
-"""Tokens that are added to a centroid at a time."""
 Sample = tuple[Int[Array, "b n"], Bool[Array, "b n"]]
 """Tokens of a Lloyd step, and which of them count."""
 _FAR = 3.0e38
@@ -41,7 +38,7 @@ def unsupported(batch: int, length: int, heads: int, clusters: int) -> str | Non
     if clusters > MAX_CLUSTERS:
         return f"needs at most {MAX_CLUSTERS} clusters, got {clusters}"
     if number_of_counts(batch, length, heads, clusters) > MAX_COUNTS:
-        return "needs fewer than 2^31 counts of labels in tiles of 128 tokens"
+        return "needs fewer than 2^31 counts of labels in segments of tokens"
     return None
 
 
@@ -59,70 +56,74 @@ def nearest(
     about as near, either may be taken.
     """
     batch, length, heads, _ = values.shape
-    k = centroids.shape[2]
-    reason = unsupported(batch, length, heads, k)
+    reason = unsupported(batch, length, heads, centroids.shape[2])
     if reason is not None:
         raise ValueError(f"centroids: {reason}")
-    label = nearest_labels(values, centroids, valid, stride=stride, interpret=interpret)
-    return ranked(label, k, interpret=interpret)
+    return nearest_labels(values, centroids, valid, stride=stride, interpret=interpret)
 
 
-def _update_body(values_ref, order_ref, first_ref, count_ref, centroids_ref, new_ref, *, stride):
-    cluster, head, batch = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    length, size = order_ref.shape[2], values_ref.shape[3]
-    first = plt.load(first_ref.at[batch, head, cluster])
-    count = plt.load(count_ref.at[batch, head, cluster])
+def _update_body(tiles, program, *refs, shape, stride: int):
+    values_ref, order_ref, first_ref, count_ref, rows_ref, new_ref = refs
+    (length, heads, sampled, k, width), (batch, head, cluster) = shape, program
+    by_head = batch * heads + head
+    first, count = first_ref[by_head * width + cluster], count_ref[by_head * width + cluster]
+    index = tiles.index(BLOCK, "block")
 
     def add(chunk, total):
-        place = chunk * _TILE + jnp.arange(_TILE)
+        place = chunk * BLOCK + index
         inside = place < count
-        row = plt.load(
-            order_ref.at[batch, head, jnp.minimum(first + place, length - 1)], mask=inside, other=0
-        )
-        rows = rows_of(values_ref, batch, row * stride, head)
-        rows = plt.load(rows, mask=inside[:, None], other=0.0)
-        return total + jnp.sum(rows.astype(jnp.float32), 0)
+        # The first position may not be one of the order's: an order that is none reads nothing.
+        at = jnp.where(inside, by_head * sampled + jnp.minimum(first + place, sampled - 1), -1)
+        token = tiles.entries(order_ref, at, "block") * stride
+        row = jnp.where(inside, (batch * length + token) * heads + head, -1)
+        return total + jnp.sum(tiles.rows(values_ref, row, "block").astype(jnp.float32), 0)
 
-    total = lax.fori_loop(0, (count + (_TILE - 1)) // _TILE, add, jnp.zeros(size, jnp.float32))
-    old = plt.load(centroids_ref.at[batch, head, cluster, :])
+    total = tiles.zeros((tiles.size,), jnp.float32, "block")
+    total = lax.fori_loop(0, lax.div(count + (BLOCK - 1), jnp.int32(BLOCK)), add, total)
+    row = tiles.channels(rows_ref, by_head * k + cluster, "block")
     mean = total / jnp.maximum(count, 1).astype(jnp.float32)
-    plt.store(new_ref.at[batch, head, cluster, :], jnp.where(count > 0, mean, old))
+    tiles.put_channels(new_ref, by_head * k + cluster, jnp.where(count > 0, mean, row))
 
 
 def cluster_means(
     values: Float[Array, "b s k h"],
-    order: Int[Array, "b k s"],
+    order: Int[Array, "b k n"],
     where: Offsets,
-    centroids: Float[Array, "b k c h"],
+    rows: Float[Array, "b k c h"],
     *,
     stride: int = 1,
     interpret: bool = False,
 ) -> Float[Array, "b k c h"]:
-    """The float32 mean of each cluster's tokens; an empty one takes its row of `centroids`.
+    """The float32 mean of each cluster's tokens; an empty one takes its row.
 
     `order` counts in tokens looked at, one in `stride`.
     """
-    batch, heads, k, _ = centroids.shape
-    (new,) = launch(
-        functools.partial(_update_body, stride=stride),
-        (k, heads, batch),
-        [jax.ShapeDtypeStruct(centroids.shape, jnp.float32)],
-        (values, order, where.first, where.count, centroids),
-        interpret=interpret,
+    batch, heads, k, size = rows.shape
+    shape = (values.shape[1], heads, order.shape[2], k, where.first.shape[2])
+    role = Role(
+        functools.partial(_update_body, shape=shape, stride=stride),
+        (batch, heads, k),
+        (
+            values.reshape(-1, size),
+            *(x.reshape(-1) for x in (order, where.first, where.count)),
+            rows.reshape(-1, size),
+        ),
+        [jax.ShapeDtypeStruct((batch * heads * k, size), jnp.float32)],
+        size,
     )
-    return new
+    ((new,),) = launch([role], interpret=interpret)
+    return new.reshape(rows.shape)
 
 
-def _chain_body(distance_ref, start_ref, places_ref, *, k: int, width: int):
-    head = pl.program_id(0)
-    column = jnp.arange(width)
-    current = plt.load(start_ref.at[head])
+def _chain_body(tiles, program, distance_ref, start_ref, places_ref, *, k: int, width: int):
+    (head,) = program
+    column = tiles.index(width, "flat")
 
     def visit(place, carry):
         left, current = carry
-        plt.store(places_ref.at[head, current], place)
+        tiles.put_entry(places_ref, head * k + current, place)
         left = jnp.where(column == current, _FAR, left)
-        row = plt.load(distance_ref.at[head, current, column], mask=column < k, other=_FAR)
+        row = tiles.entries(distance_ref, (head * k + current) * width + column, "flat")
         # The distance to a centroid that is not finite is less than to one that has its place.
         row = jnp.where(row < 0.5 * _FAR, row, 0.5 * _FAR)
         distance = ordered_bits(jnp.where(left > 0, _FAR, row))
@@ -131,7 +132,7 @@ def _chain_body(distance_ref, start_ref, places_ref, *, k: int, width: int):
         return left, jnp.minimum(nearest_one, k - 1)
 
     start = jnp.where(column < k, 0.0, _FAR)
-    lax.fori_loop(0, k, visit, (start, current))
+    lax.fori_loop(0, k, visit, (start, start_ref[head]))
 
 
 def chain(centroids: Float[Array, "b k c h"], *, interpret: bool = False) -> Int[Array, "b k c"]:
@@ -140,19 +141,21 @@ def chain(centroids: Float[Array, "b k c h"], *, interpret: bool = False) -> Int
     It starts at the centroid farthest from their mean.
     """
     batch, heads, k, size = centroids.shape
+    width = pl.cdiv(k, BLOCK) * BLOCK
     rows = centroids.reshape(-1, k, size)
     inner = jnp.einsum("bih,bjh->bij", rows, rows, precision=lax.Precision.HIGHEST)
     square = jnp.diagonal(inner, axis1=1, axis2=2)
     distance = square[:, :, None] - 2.0 * inner + square[:, None]
+    distance = jnp.pad(distance, ((0, 0), (0, 0), (0, width - k)))
     start = jnp.argmax(jnp.sum((rows - jnp.mean(rows, 1, keepdims=True)) ** 2, -1), -1)
-    (places,) = launch(
-        functools.partial(_chain_body, k=k, width=pl.next_power_of_2(k)),
+    role = Role(
+        functools.partial(_chain_body, k=k, width=width),
         (batch * heads,),
-        [jax.ShapeDtypeStruct((batch * heads, k), jnp.int32)],
-        (distance, start.astype(jnp.int32)),
-        warps=1,
-        interpret=interpret,
+        (distance.reshape(-1), start.astype(jnp.int32)),
+        [jax.ShapeDtypeStruct((batch * heads * k,), jnp.int32)],
+        BLOCK,
     )
+    ((places,),) = launch([role], interpret=interpret)
     return places.reshape(batch, heads, k)
 
 

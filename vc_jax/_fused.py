@@ -7,6 +7,7 @@ that is about as far from two centroids may fall to the other.
 """
 
 import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,19 +23,73 @@ from ._vsmooth import every_nth_valid
 from .pallas_kernels.layout import SUM_UNIT, Prepared8
 
 
-def preparation_unsupported(*tokens: Array) -> str | None:
+def preparation_unsupported(*tokens: Array | jax.ShapeDtypeStruct) -> str | None:
     """Why fused kernels cannot prepare these queries, keys and values, or `None`."""
     from .pallas_kernels import preparation  # Pallas takes a while to import.
 
     return preparation.unsupported(tokens[0].shape[-1], *tokens)
 
 
-def clustering_unsupported(key: Array, clusters: int) -> str | None:
+def clustering_unsupported(key: Array | jax.ShapeDtypeStruct, clusters: int) -> str | None:
     """Why fused kernels cannot cluster values with the shape of these keys, or `None`."""
     from .pallas_kernels import clustering
 
     batch, length, heads, _ = key.shape
     return clustering.unsupported(batch, length, heads, clusters)
+
+
+class Statistics(NamedTuple):
+    """What `prepare_fused` takes of a call's tokens.
+
+    Attributes:
+      key_mean, balance: float32 [B, K, H], each `None` if the configuration does not want it.
+      of_values: what their means and scales follow from; `None` without values.
+    """
+
+    key_mean: Float[Array, "b k h"] | None
+    balance: Float[Array, "b k h"] | None
+    of_values: Any
+
+
+def statistics_fused(
+    query: Float[Array, "b t n h"],
+    key: Float[Array, "b s k h"],
+    value: Float[Array, "b s k h"] | None,
+    config: AttentionConfig,
+    *,
+    order: Int[Array, "b k s"] | None = None,
+    key_valid: Bool[Array, "b s"] | None = None,
+    kv_count: Int[Array, " b"] | None = None,
+    smooth: bool | None = None,
+    interpret: bool = False,
+) -> Statistics:
+    """`mean_key` and `channel_balance`, if the configuration wants them, and the values': one pass.
+
+    Arguments as of `prepare_fused`; without `value` there is nothing of the values.
+    """
+    from .pallas_kernels import preparation
+
+    smooth = config.smooth_values if smooth is None else smooth
+    wanted = {"sum": config.center_keys, "squares": config.balance_channels}
+    found = preparation.statistics(
+        query,
+        key,
+        value,
+        _count(key, kv_count),
+        order,
+        key_valid,
+        of_queries=("squares",) if config.balance_channels else (),
+        of_keys=tuple(name for name, on in wanted.items() if on),
+        smooth=smooth,
+        interpret=interpret,
+    )
+    mean, balance, count = None, None, count_of(key, key_valid)
+    if config.center_keys:
+        mean = found.key["sum"] / count * (1.0 / SUM_UNIT)
+    if config.balance_channels:
+        squares = found.query["squares"] / query.shape[1], found.key["squares"] / count
+        balance = balance_of(*squares, mean)
+    return Statistics(mean, balance, found.value)
 
 
 def channel_sizes_fused(
@@ -45,24 +100,14 @@ def channel_sizes_fused(
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "b k h"] | None, Float[Array, "b k h"] | None]:
-    """`mean_key` and `channel_balance`, each if the configuration wants it: one pass a tensor."""
-    from .pallas_kernels import preparation
+    """`mean_key` and `channel_balance`, each if the configuration wants it."""
+    found = statistics_fused(query, key, None, config, key_valid=key_valid, interpret=interpret)
+    return found.key_mean, found.balance
 
-    wanted = tuple(
-        name
-        for name, on in (("sum", config.center_keys), ("squares", config.balance_channels))
-        if on
-    )
-    mean, balance, count = None, None, count_of(key, key_valid)
-    if wanted:
-        sizes = preparation.channel_statistics(key, key_valid, wanted, interpret=interpret)
-        of_keys = dict(zip(wanted, sizes, strict=True))
-    if config.center_keys:
-        mean = of_keys["sum"] / count * (1.0 / SUM_UNIT)
-    if config.balance_channels:
-        (squares,) = preparation.channel_statistics(query, None, ("squares",), interpret=interpret)
-        balance = balance_of(squares / query.shape[1], of_keys["squares"] / count, mean)
-    return mean, balance
+
+def _count(key: Array, kv_count: Int[Array, " b"] | None) -> Int[Array, " b"]:
+    """Valid keys of each batch row."""
+    return jnp.full(key.shape[0], key.shape[1], jnp.int32) if kv_count is None else kv_count
 
 
 def prepare_fused(
@@ -78,20 +123,21 @@ def prepare_fused(
     key_mean: Float[Array, "b k h"] | None = None,
     balance: Float[Array, "b k h"] | None = None,
     smooth: bool | None = None,
+    of_values: Any = None,
     interpret: bool = False,
 ) -> Prepared8:
     """As `prepare`, for 8-bit configurations and what `preparation.unsupported` allows.
 
     Args:
       key_valid: the tokens that `kv_count` counts.
+      of_values: from `statistics_fused`; `None`: in a launch of their own.
       Others as of `prepare`.
     """
     from .pallas_kernels import preparation
 
-    batch, length, _, size = key.shape
     smooth = config.smooth_values if smooth is None else smooth
-    scale = 1.0 / math.sqrt(size) if scale is None else scale
-    count = jnp.full(batch, length, jnp.int32) if kv_count is None else kv_count
+    scale = 1.0 / math.sqrt(key.shape[-1]) if scale is None else scale
+    count = _count(key, kv_count)
     formats = {
         "rotate": config.rotate,
         "code_dtype": jnp.int8 if config.qk == "int8" else E4M3,
@@ -105,25 +151,23 @@ def prepare_fused(
         unit = largest_magnitude(key_scale, -1)
         unit = jnp.where(unit == 0, 1.0, unit)
         key_scale = key_scale / unit[..., None]
-    query_codes, query_scale, excess = preparation.quantize_queries(
-        query,
-        unit,
-        largest_query_scale(key_scale)[..., 0],
-        balance,
-        scale=scale * CODES_PER_NAT,
-        **formats,
-    )
+    if of_values is None:
+        of_values = preparation.values_statistics(
+            value, count, order, key_valid, smooth=smooth, interpret=interpret
+        )
     mean = None
     if smooth:
-        means, largest = preparation.value_statistics(value, count, order, interpret=interpret)
-        value_scale = value_scale_of(largest, means)
-        taken = scaled_means(means, value_scale)
+        value_scale = value_scale_of(of_values.half_largest, of_values.means)
+        taken = scaled_means(of_values.means, value_scale)
     else:
-        mean, largest = _mean_value(value, key_valid, count, interpret)
-        value_scale = value_scale_of(largest, None)
+        mean, half_largest = _mean_value(of_values, count)
+        value_scale = value_scale_of(half_largest, None)
         taken = (mean / value_scale)[:, :, None]
-    value_codes = preparation.quantize_values(
-        value, count, order, taken, value_scale, interpret=interpret
+    (query_codes, query_scale, excess), value_codes = preparation.quantize_queries_and_values(
+        (query, unit, largest_query_scale(key_scale)[..., 0], balance),
+        (value, count, order, taken, value_scale),
+        scale=scale * CODES_PER_NAT,
+        **formats,
     )
     return Prepared8(
         query_codes,
@@ -140,19 +184,12 @@ def prepare_fused(
 
 
 def _mean_value(
-    value: Float[Array, "b s k h"],
-    valid: Bool[Array, "b s"] | None,
-    count: Int[Array, " b"],
-    interpret: bool,
+    of_values: Any, count: Int[Array, " b"]
 ) -> tuple[Float[Array, "b k h"], Float[Array, "b k h"]]:
     """The mean of each channel over the valid tokens, and half of what is farthest from it."""
-    from .pallas_kernels import preparation
-
-    total, high, low = preparation.channel_statistics(
-        value, valid, ("sum", "high", "low"), interpret=interpret
-    )
-    mean = total / jnp.maximum(count, 1).astype(jnp.float32)[:, None, None] * (1.0 / SUM_UNIT)
-    ends = jnp.stack([0.5 * high - 0.5 * mean, 0.5 * low - 0.5 * mean])
+    number = jnp.maximum(count, 1).astype(jnp.float32)[:, None, None]
+    mean = of_values.total / number * (1.0 / SUM_UNIT)
+    ends = jnp.stack([0.5 * of_values.high - 0.5 * mean, 0.5 * of_values.low - 0.5 * mean])
     return mean, jnp.where(count[:, None, None] > 0, largest_magnitude(ends, 0), 0.0)
 
 

@@ -14,11 +14,11 @@ from ._arguments import Inputs
 from ._balance import channel_balance
 from ._config import AttentionConfig, default_clusters, default_lloyd_stride
 from ._fused import (
-    channel_sizes_fused,
     cluster_order_fused,
     clustering_unsupported,
     preparation_unsupported,
     prepare_fused,
+    statistics_fused,
 )
 from ._implementations import IMPLEMENTATIONS, Static
 from ._prepare import Prepared, prepare
@@ -76,9 +76,9 @@ def prepare_call(
         "smooth": static.smooth,
     }
     if fuses(static.implementation, inputs):
-        mean, balance = channel_sizes_fused(inputs.query, inputs.key, config, valid)
-        common.update(key_mean=mean, balance=balance, key_valid=valid)
-        return prepare_fused(*arrays, **common), mean
+        masked = {"order": order, "key_valid": valid, "kv_count": count, "smooth": static.smooth}
+        found = statistics_fused(*arrays, **masked)
+        return prepare_fused(*arrays, **common, key_valid=valid, **found._asdict()), found.key_mean
     mean = mean_key(inputs.key, valid) if config.center_keys else None
     balance = None
     if config.balance_channels:

@@ -247,7 +247,6 @@ def test_a_call_is_one_program_without_the_host():
         lambda *x: vc_jax.attention_step(*x, step=jnp.int32(0), schedule=SCHEDULE, config="int8")
     ).lower(*inputs, state)
     text = str(lowered.compile().as_text())
-    assert "xla.gpu.triton" in text
     assert "mosaic_gpu" in text
     for word in ("callback", "outfeed", "infeed", "SendToHost", "send("):
         assert word not in text, word

@@ -172,9 +172,10 @@ def main() -> int:
         platform="cuda", target_config=TARGET.read_text(), topology="1x1x1"
     )
     device, bad = topology.devices[0], 0
+    folder = pathlib.Path(_FOLDER.name)
     preprocessing = compile_preprocessing.all_kernels()
     for kernel in preprocessing:
-        bad += _report(kernel, compile_preprocessing.fault(kernel, device) or "")
+        bad += _report(kernel, compile_preprocessing.fault(kernel, device, folder) or "")
     for variant in variants():
         bad += _report(variant, "; ".join(faults(variant, *compile_variant(variant, device))))
     total = len(preprocessing) + len(variants())

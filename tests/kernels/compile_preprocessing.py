@@ -1,11 +1,12 @@
 """The preprocessing kernels for `compile_check`: each at the Wan2.2 720p shape and at a small one.
 
-The compiler is asked to fail where a kernel of 16-bit tokens spills registers. Float32 tokens may:
-they go through the tensor core in three pieces.
+A kernel of 16-bit tokens that spills registers is a fault. One of float32 tokens may: they go
+through the tensor core in three pieces.
 """
 
 import dataclasses
 import functools
+import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from vc_jax import _fused
 from vc_jax.pallas_kernels import clustering, preparation
 
 E4M3 = jnp.float8_e4m3fn
-NO_SPILL = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
+NO_SPILL = "0 bytes spill stores, 0 bytes spill loads"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +60,7 @@ def kernels(shape: Shape, dtype, masked: bool) -> Iterator[Kernel]:
     count, valid = array(b, of=jnp.int32), array(b, s, of=jnp.bool_) if masked else None
     order = array(b, k, s, of=jnp.int32) if masked else None
     per_head, channels = array(b, k), array(b, k, h)
-    means = array(b, k, -(-s // 256) * 2, h, of=jnp.bfloat16) if masked else array(b, k, 1, h)
+    means = array(b, k, -(-s // 256) * 2 if masked else 1, h)
     centroids = array(b, k, shape.clusters, h)
     label = f"{jnp.dtype(dtype).name} D={h} {'masked, ordered' if masked else 'plain'}"
 
@@ -76,6 +77,18 @@ def kernels(shape: Shape, dtype, masked: bool) -> Iterator[Kernel]:
         yield entry(f"queries {name}", queries, query, per_head, per_head, channels)
         keys = functools.partial(preparation.quantize_keys, **formats)
         yield entry(f"keys {name}", keys, tokens, count, order, channels, channels)
+        values = (tokens, count, order, means, channels)
+        codes = functools.partial(preparation.quantize_queries_and_values, scale=0.1, **formats)
+        yield entry(
+            f"queries {name} and values", codes, (query, per_head, per_head, channels), values
+        )
+    of_all = functools.partial(
+        preparation.statistics,
+        of_queries=("squares",),
+        of_keys=("sum", "squares"),
+        smooth=masked,
+    )
+    yield entry("statistics", of_all, query, tokens, tokens, count, order, valid)
     yield entry("value statistics", preparation.value_statistics, tokens, count, order)
     yield entry("values", preparation.quantize_values, tokens, count, order, means, channels)
     for stride in (1, 4):
@@ -99,27 +112,21 @@ def all_kernels() -> list[Kernel]:
     ]
 
 
-def fault(kernel: Kernel, device) -> str | None:
-    """Compiles a kernel; why it cannot be compiled."""
-    # Pallas looks at the device that it compiles for.
-    mesh = jax.sharding.AbstractMesh(
-        (1,),
-        ("x",),
-        axis_types=(jax.sharding.AxisType.Auto,),
-        abstract_device=jax.sharding.AbstractDevice("NVIDIA H200", 132, "gpu"),
-    )
+def fault(kernel: Kernel, device, folder: pathlib.Path) -> str | None:
+    """Compiles a kernel; what is wrong with it, by the assembler's logs in a folder."""
+    for old in folder.iterdir():
+        old.unlink()
     place = functools.partial(
         jax.ShapeDtypeStruct, sharding=jax.sharding.SingleDeviceSharding(device)
     )
     arguments = jax.tree.map(lambda x: place(x.shape, x.dtype), kernel.arguments)
-
-    def call(*arrays):
-        return kernel.call(*arrays)
-
-    with jax.sharding.use_abstract_mesh(mesh):
-        lowered = jax.jit(call).trace(*arguments).lower(lowering_platforms=("cuda",))
+    traced = jax.jit(lambda *arrays: kernel.call(*arrays)).trace(*arguments)
     try:
-        lowered.compile(compiler_options={} if kernel.may_spill else NO_SPILL)
+        traced.lower(lowering_platforms=("cuda",)).compile()
     except jax.errors.JaxRuntimeError as error:
         return str(error).splitlines()[0]
-    return None
+    logs = [path.read_text() for path in folder.glob("*.ptxas")]
+    if not logs:
+        return "no assembler log"
+    spilt = any(NO_SPILL not in log for log in logs)
+    return "registers are spilled" if spilt and not kernel.may_spill else None
