@@ -123,6 +123,7 @@ def _run(
     parts = latents if isinstance(latents, dict) else {"video": latents}
     solvers = {name: sampling.make_solver(shifts[name]) for name in parts}
     times = {name: jnp.asarray(sampling.timesteps(shifts[name]), jnp.float32) for name in parts}
+    following = jnp.asarray(sampling.next_timesteps(), jnp.float32)
     scales = jnp.asarray(sampling.guidance_scales(), jnp.float32)
     high_noise = sampling.high_noise()
     first_low = int(np.argmin(high_noise)) if len(graphs) > 1 and not high_noise.all() else None
@@ -139,7 +140,8 @@ def _run(
         if negative is not None:
             given = jnp.concatenate([given, given])
         control = AttentionControl(state, index, *policies, schedule=schedule)
-        velocity, state = expert.denoise(given, now, both, control)
+        extra: Any = {"next_time": following[index]} if expert.needs_next_time else {}
+        velocity, state = expert.denoise(given, now, both, control, **extra)
         velocities = velocity if isinstance(velocity, dict) else {"video": velocity}
         if negative is not None:
             form = sampling.guidance_form

@@ -14,7 +14,7 @@ from jaxtyping import Array
 import vc_jax
 
 from ..attention import AttentionControl, AttentionLike, ModelState, check_attention
-from . import checkpoint
+from . import checkpoint, release
 from .checks import Dims, check_shape
 from .schedulers import Sampling
 from .tensor_map import TensorMap
@@ -96,6 +96,8 @@ class VideoTransformer(nnx.Module):
     attention: AttentionLike
     scan_layers: bool
     remat: bool
+    sampling: Sampling
+    """How the model is sampled; `sampling.origins()` tells where each number came from."""
 
     def __init__(
         self,
@@ -118,6 +120,7 @@ class VideoTransformer(nnx.Module):
         self.dtype = jnp.dtype(dtype)
         self.scan_layers = scan_layers
         self.remat = remat
+        self.sampling = release.attributed(*self.release_sampling(None))
 
     @classmethod
     def from_pretrained(
@@ -127,6 +130,7 @@ class VideoTransformer(nnx.Module):
         config: Any = None,
         dtype: DTypeLike = jnp.bfloat16,
         sharding: checkpoint.ShardingLike = None,
+        sampling: Sampling | None = None,
         **options: Any,
     ) -> Self:
         """Loads safetensors, tensor by tensor, into the stacked parameters.
@@ -140,11 +144,15 @@ class VideoTransformer(nnx.Module):
             peer keeps in float32 stay float32.
           sharding: a `jax.sharding.Sharding` for every parameter, or a function of the
             parameter's dotted name and shape that returns one; None for the default device.
+          sampling: overrides what the checkpoint's files (see `release`) and the constants of the
+            release say; `model.sampling` tells where each number came from.
           **options: further arguments of the constructor (`attention`, `scan_layers`, ...).
 
         Raises:
           FileNotFoundError: no safetensors at `path`.
           checkpoint.CheckpointError: missing, unexpected and mis-shaped tensors, all in one list.
+          NotImplementedError: a schedule or guidance beside the transformer that is not ported;
+            not with `sampling`.
           ValueError, TypeError: an unknown attention, before any file is opened; a field of the
             configuration.
         """
@@ -161,6 +169,12 @@ class VideoTransformer(nnx.Module):
         name = checkpoint.detect_layout(
             {name: layout(config) for name, layout in cls.layouts.items()}, reader
         )
+        if sampling is None:
+            files = release.Files(reader.folder)
+            constants = abstract.release_sampling(files)
+            said = release.settings(constants[0], files)
+            sampling = release.attributed(*constants, said)
+        abstract.sampling = sampling
         return checkpoint.load(abstract, cls.layouts[name](config), reader, sharding)
 
     @classmethod
@@ -201,9 +215,13 @@ class VideoTransformer(nnx.Module):
         graphdef, parameters = nnx.split(self.blocks)
         return nnx.merge(graphdef, _slice(parameters, index))
 
-    @property
-    def sampling(self) -> Sampling:
-        """The release's own sampling settings."""
+    def release_sampling(self, files: release.Files | None) -> tuple[Sampling, str]:
+        """The constants of the release that the configuration belongs to, and its name.
+
+        Args:
+          files: what stands around the checkpoint, where it tells releases apart; None for a model
+            that comes from no checkpoint.
+        """
         raise NotImplementedError
 
     def conditioning_keys(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -254,6 +272,11 @@ class VideoTransformer(nnx.Module):
     def impose[Value: Latents](self, latents: Value, conditioning: dict[str, Any]) -> Value:
         """Latents with the parts put in that the conditioning gives."""
         return latents
+
+    @property
+    def needs_next_time(self) -> bool:
+        """Whether `denoise` has to be told the time after the step too, as `next_time`."""
+        return False
 
     def denoise(
         self,

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from .release import read_json
 from .tensor_map import Entry, Shape, TensorMap
 
 ShardingLike = Sharding | Callable[[str, Shape], Sharding] | None
@@ -41,6 +42,7 @@ class Reader:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
+        self.folder = self.path.parent if self.path.is_file() else self.path
         files = [self.path] if self.path.is_file() else self._files()
         if not files:
             raise FileNotFoundError(f"path: no .safetensors file at {self.path}")
@@ -66,10 +68,10 @@ class Reader:
         return sorted(self.path.glob("*.safetensors"))
 
     def config(self) -> dict[str, Any]:
-        file = (self.path if self.path.is_dir() else self.path.parent) / "config.json"
+        file = self.folder / "config.json"
         if not file.is_file():
             raise FileNotFoundError(f"config: no {file}; pass config=")
-        return json.loads(file.read_text())
+        return read_json(file)
 
     def read(self, name: str) -> np.ndarray:
         return self._open[self._file_of[name]].get_tensor(name)

@@ -84,7 +84,7 @@ def check_fields(config: Any, *, any_sign: Collection[str] = ()) -> None:
     """Refuses values of a dataclass's fields that do not fit the fields' types.
 
     An `int` is at least 1, a `float` is finite and positive, a tuple holds such values; `None` is
-    taken where the type says so.
+    taken where the type says so. Fields that take no part in comparisons are notes, not values.
 
     Args:
       config: the dataclass.
@@ -94,6 +94,8 @@ def check_fields(config: Any, *, any_sign: Collection[str] = ()) -> None:
       ValueError: names the field.
     """
     for field in dataclasses.fields(config):
+        if not field.compare:
+            continue
         value, kind = getattr(config, field.name), field.type
         positive = field.name not in any_sign
         if not _fits(value, kind, positive):

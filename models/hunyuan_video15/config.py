@@ -1,7 +1,7 @@
 """Sizes of HunyuanVideo-1.5, its configuration files and how it is sampled."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 from ..common import checks
 from ..common.schedulers import Sampling
@@ -12,6 +12,7 @@ class HunyuanVideo15Config:
     """Sizes; the defaults are those of every released HunyuanVideo-1.5 transformer.
 
     `in_channels` counts the latents (32), the condition latents (32) and the mask (1).
+    `target_size` (pixels: 640 of 480p, 960 of 720p) and `task` tell the releases apart.
 
     Raises:
       ValueError: a field out of range, by name.
@@ -34,6 +35,8 @@ class HunyuanVideo15Config:
     rope_axes: tuple[int, int, int] = (16, 56, 56)
     rope_theta: float = 256.0
     use_meanflow: bool = False
+    target_size: int = 640
+    task: Literal["t2v", "i2v"] = "t2v"
     epsilon: float = 1e-6
 
     def __post_init__(self):
@@ -75,12 +78,19 @@ class HunyuanVideo15Config:
             rope_axes=tuple(config["rope_axes_dim"]),
             rope_theta=config["rope_theta"],
             use_meanflow=config.get("use_meanflow", False),
+            target_size=config.get("target_size", 640),
+            task=config.get("task_type", "t2v"),
         )
 
     @classmethod
     def _from_original(cls, config: dict[str, Any]) -> "HunyuanVideo15Config":
         if config.get("mm_single_blocks_depth"):
             raise NotImplementedError("mm_single_blocks_depth: single-stream blocks")
+        resolution = config.get("ideal_resolution") or "480p"
+        if resolution not in _TARGET_SIZES:
+            raise NotImplementedError(
+                f"ideal_resolution: expected one of {sorted(_TARGET_SIZES)}, got {resolution!r}"
+            )
         # Condition latents and mask are concatenated to the latents' own channels.
         channels = config["in_channels"]
         channels = 2 * channels + 1 if config.get("concat_condition", True) else channels
@@ -99,10 +109,15 @@ class HunyuanVideo15Config:
             rope_axes=tuple(config["rope_dim_list"]),
             rope_theta=config.get("rope_theta", 256.0),
             use_meanflow=config.get("use_meanflow", False),
+            target_size=_TARGET_SIZES[resolution],
+            task=config.get("ideal_task") or "t2v",
         )
 
     def to_dict(self, layout: str) -> dict[str, Any]:
         if layout == "original":
+            names = {size: name for name, size in _TARGET_SIZES.items()}
+            if self.target_size not in names:
+                raise ValueError(f"target_size: the original layout has {sorted(names)} only")
             return {
                 "_class_name": "HunyuanVideo_1_5_DiffusionTransformer",
                 "mm_double_blocks_depth": self.num_layers,
@@ -119,6 +134,8 @@ class HunyuanVideo15Config:
                 "rope_dim_list": list(self.rope_axes),
                 "rope_theta": self.rope_theta,
                 "use_meanflow": self.use_meanflow,
+                "ideal_resolution": names[self.target_size],
+                "ideal_task": self.task,
             }
         return {
             "_class_name": "HunyuanVideo15Transformer3DModel",
@@ -138,11 +155,18 @@ class HunyuanVideo15Config:
             "rope_axes_dim": list(self.rope_axes),
             "rope_theta": self.rope_theta,
             "use_meanflow": self.use_meanflow,
+            "target_size": self.target_size,
+            "task_type": self.task,
         }
 
+
+# Pixels of the square that the authors' resolutions have as much area as.
+_TARGET_SIZES = {"480p": 640, "720p": 960}
 
 HUNYUAN_VIDEO_15 = HunyuanVideo15Config()
 
 SAMPLING_480P = Sampling(num_steps=50, shift=5.0, grid="flow", guidance=6.0)
 SAMPLING_720P_T2V = dataclasses.replace(SAMPLING_480P, shift=9.0)
 SAMPLING_720P_I2V = dataclasses.replace(SAMPLING_480P, shift=7.0)
+SAMPLING_STEP_DISTILLED = dataclasses.replace(SAMPLING_480P, num_steps=12, shift=7.0, guidance=1.0)
+"""Of the MeanFlow release (480p, from an image)."""

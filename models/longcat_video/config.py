@@ -100,5 +100,5 @@ class LongCatVideoConfig:
 LONGCAT_VIDEO = LongCatVideoConfig()
 
 LONGCAT_VIDEO_SAMPLING = Sampling(
-    num_steps=50, shift=1.0, grid="longcat", guidance=4.0, guidance_form="cfg_zero"
+    num_steps=50, shift=12.0, grid="longcat", guidance=4.0, guidance_form="cfg_zero"
 )

@@ -26,6 +26,7 @@ from ..attention import (
 )
 from ..common import checks, layers
 from ..common.base import VideoTransformer, run_blocks, stack_blocks
+from ..common.release import Files
 from ..common.schedulers import Sampling
 from . import tensors
 from .block import KVCache, LongCatBlock
@@ -230,9 +231,8 @@ class LongCatVideo(VideoTransformer):
             attended = jnp.concatenate([of_cond, attended], axis=1)
         return attended, None if state is None else new
 
-    @property
-    def sampling(self) -> Sampling:
-        return LONGCAT_VIDEO_SAMPLING
+    def release_sampling(self, files: Files | None) -> tuple[Sampling, str]:
+        return LONGCAT_VIDEO_SAMPLING, "LongCat-Video"
 
     def conditioning_keys(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         return ("text",), ("text_mask", "cond_latents", "kv_cache")

@@ -125,3 +125,5 @@ I2V_A14B_SAMPLING = dataclasses.replace(
     T2V_A14B_SAMPLING, shift=5.0, guidance=3.5, guidance_high_noise=3.5, boundary=0.9
 )
 TI2V_5B_SAMPLING = Sampling(num_steps=50, shift=5.0, grid="wan", solver="unipc", guidance=5.0)
+WAN_2_1_SAMPLING = TI2V_5B_SAMPLING
+"""One transformer of the A14B models' shape; its files name the shift (3 for 480p)."""
