@@ -131,6 +131,7 @@ class VideoTransformer(nnx.Module):
         dtype: DTypeLike = jnp.bfloat16,
         sharding: checkpoint.ShardingLike = None,
         sampling: Sampling | None = None,
+        variant: str | None = None,
         **options: Any,
     ) -> Self:
         """Loads safetensors, tensor by tensor, into the stacked parameters.
@@ -138,7 +139,8 @@ class VideoTransformer(nnx.Module):
         Args:
           path: a folder with `config.json` and one or more `.safetensors` (with an index when
             there are several), or one `.safetensors` file. The layout (diffusers or original)
-            is recognised by the tensors' names.
+            is recognised by the tensors' names; a prefix `model.diffusion_model.` is understood.
+            FP8 and INT8 matrices with their scales are dequantised.
           config: overrides `config.json`; needed where there is none.
           dtype: of the matrices and the computation; norms, time embeddings and what else the
             peer keeps in float32 stay float32.
@@ -146,6 +148,8 @@ class VideoTransformer(nnx.Module):
             parameter's dotted name and shape that returns one; None for the default device.
           sampling: overrides what the checkpoint's files (see `release`) and the constants of the
             release say; `model.sampling` tells where each number came from.
+          variant: which of several copies in a folder: `"ema"` for `model_ema.safetensors`,
+            `"fp16"` for `diffusion_pytorch_model.fp16.safetensors`.
           **options: further arguments of the constructor (`attention`, `scan_layers`, ...).
 
         Raises:
@@ -159,7 +163,7 @@ class VideoTransformer(nnx.Module):
         for name in ("attention", "cross_attention"):
             if name in options:
                 check_attention(options[name], name)
-        reader = checkpoint.Reader(path)
+        reader = checkpoint.Reader(path, variant)
         if config is None:
             config = cls.config_class.from_dict(reader.config())
         config = cls.adapt_config(config, reader.shapes)
