@@ -9,7 +9,8 @@ The files, by the names that diffusers gives them:
 * `scheduler_config.json` in the transformer's folder or in `scheduler/` in it or beside it: the
   shift and the solver's order; `audio_scheduler/` likewise, of MiniMax-H3's sound;
 * `guider/guider_config.json` beside it: the scale of the guidance;
-* `model_index.json` beside it: at which share of the timesteps the experts change.
+* `model_index.json` beside it: at which share of the timesteps Wan's experts change, and both
+  shifts of MiniMax-H3 (its authors' own field).
 """
 
 import dataclasses
@@ -131,6 +132,9 @@ def settings(constants: Sampling, files: Files) -> Said:
       ValueError: a file that is no JSON object.
     """
     said: Said = {}
+    index = files.index()
+    if index:
+        said |= _indexed(constants, *index)
     found = files.scheduler()
     if found:
         config, file = found
@@ -143,9 +147,21 @@ def settings(constants: Sampling, files: Files) -> Said:
     guider = files.component("guider", "guider_config.json")
     if constants.guidance_form == "cfg" and guider:
         said |= _guidance(*guider)
-    index = files.index()
-    if constants.boundary is not None and index and index[0].get("boundary_ratio") is not None:
-        said["boundary"] = index[0]["boundary_ratio"], f"{index[1]}: boundary_ratio"
+    return said
+
+
+def _indexed(constants: Sampling, index: dict[str, Any], file: str) -> Said:
+    said: Said = {}
+    if constants.boundary is not None and index.get("boundary_ratio") is not None:
+        said["boundary"] = index["boundary_ratio"], f"{file}: boundary_ratio"
+    own = index.get("_minimax_h3")
+    if constants.grid == "minimax" and isinstance(own, dict):
+        _check_options(own, f"{file}: _minimax_h3", {}, ("base_schedule",))
+        shifts = own.get("sigma_shift_scales") or {}
+        for setting, part in (("shift", "video"), ("audio_shift", "audio")):
+            if part in shifts:
+                where = f"{file}: _minimax_h3.sigma_shift_scales.{part}"
+                said[setting] = shifts[part], where
     return said
 
 

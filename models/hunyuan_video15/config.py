@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, Literal
 
 from ..common import checks
+from ..common.configuration import Fields
 from ..common.schedulers import Sampling
 
 
@@ -57,9 +58,11 @@ class HunyuanVideo15Config:
         """From the `config.json` of either layout.
 
         Raises:
-          NotImplementedError: single-stream blocks (HunyuanVideo-1.5 has none).
-          ValueError: a field out of range.
+          NotImplementedError: single-stream blocks or guidance embeddings (HunyuanVideo-1.5 has
+            none) and other parts that it has one kind of.
+          ValueError: another model's configuration, or a field out of range.
         """
+        config = Fields(config, "HunyuanVideo-1.5", _CLASS_NAMES, _FEATURES)
         if "heads_num" in config:
             return cls._from_original(config)
         patch = config.get("patch_size", 1)
@@ -75,7 +78,7 @@ class HunyuanVideo15Config:
             byt5_dim=config["text_embed_2_dim"],
             image_dim=config["image_embed_dim"],
             patch=(config.get("patch_size_t", 1), patch, patch),
-            rope_axes=tuple(config["rope_axes_dim"]),
+            rope_axes=config.three("rope_axes_dim"),
             rope_theta=config["rope_theta"],
             use_meanflow=config.get("use_meanflow", False),
             target_size=config.get("target_size", 640),
@@ -83,9 +86,7 @@ class HunyuanVideo15Config:
         )
 
     @classmethod
-    def _from_original(cls, config: dict[str, Any]) -> "HunyuanVideo15Config":
-        if config.get("mm_single_blocks_depth"):
-            raise NotImplementedError("mm_single_blocks_depth: single-stream blocks")
+    def _from_original(cls, config: Fields) -> "HunyuanVideo15Config":
         resolution = config.get("ideal_resolution") or "480p"
         if resolution not in _TARGET_SIZES:
             raise NotImplementedError(
@@ -105,8 +106,8 @@ class HunyuanVideo15Config:
             mlp_ratio=config["mlp_width_ratio"],
             text_dim=config["text_states_dim"],
             image_dim=config["vision_states_dim"],
-            patch=tuple(config["patch_size"]),
-            rope_axes=tuple(config["rope_dim_list"]),
+            patch=config.three("patch_size"),
+            rope_axes=config.three("rope_dim_list"),
             rope_theta=config.get("rope_theta", 256.0),
             use_meanflow=config.get("use_meanflow", False),
             target_size=_TARGET_SIZES[resolution],
@@ -162,6 +163,25 @@ class HunyuanVideo15Config:
 
 # Pixels of the square that the authors' resolutions have as much area as.
 _TARGET_SIZES = {"480p": 640, "720p": 960}
+
+_CLASS_NAMES = ("HunyuanVideo15Transformer3DModel", "HunyuanVideo_1_5_DiffusionTransformer")
+# Each with the value that the releases have.
+_FEATURES = {
+    "mm_single_blocks_depth": 0,
+    "num_single_layers": 0,
+    "guidance_embed": False,
+    "guidance_embeds": False,
+    "text_pool_type": None,
+    "pooled_projection_dim": None,
+    "text_projection": "single_refiner",
+    "vision_projection": "linear",
+    "glyph_byT5_v2": True,
+    "use_cond_type_embedding": True,
+    "is_reshape_temporal_channels": False,
+    "mlp_act_type": "gelu_tanh",
+    "qkv_bias": True,
+    "qk_norm_type": "rms",
+}
 
 HUNYUAN_VIDEO_15 = HunyuanVideo15Config()
 

@@ -8,6 +8,7 @@ prefix length says the same as the peer's dense mask: the joint attention takes
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -145,12 +146,25 @@ class HunyuanVideo15(VideoTransformer):
     def adapt_config(
         cls, config: HunyuanVideo15Config, shapes: dict[str, tuple[int, ...]]
     ) -> HunyuanVideo15Config:
-        """The widths of the byT5 projection do not stand in every configuration file."""
+        """The widths of the byT5 projection and, in the original layout, the refiner's layers do
+        not stand in the configuration file."""
+        found: dict[str, Any] = {}
         for name in ("context_embedder_2.linear_1.weight", "byt5_in.fc1.weight"):
-            if name in shapes:
-                hidden, rows = shapes[name]
-                return dataclasses.replace(config, byt5_hidden=hidden, byt5_dim=rows)
-        return config
+            if name in shapes and len(shapes[name]) == 2:
+                found["byt5_hidden"], found["byt5_dim"] = shapes[name]
+        for block, fc_in in (
+            ("context_embedder.token_refiner.refiner_blocks", "ff.net.0.proj"),
+            ("txt_in.individual_token_refiner.blocks", "mlp.fc1"),
+        ):
+            layers = {
+                name for name in shapes if re.fullmatch(rf"{block}\.\d+\.norm1\.weight", name)
+            }
+            if layers:
+                found["num_refiner_layers"] = len(layers)
+            inner = shapes.get(f"{block}.0.{fc_in}.weight")
+            if inner:
+                found["refiner_mlp_ratio"] = inner[0] / config.hidden
+        return dataclasses.replace(config, **found)
 
     def time_embedding(
         self, timestep: ArrayLike, timestep_r: ArrayLike | None = None

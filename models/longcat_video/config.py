@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from ..common import checks
+from ..common.configuration import Fields
 from ..common.schedulers import Sampling
 
 
@@ -59,9 +60,10 @@ class LongCatVideoConfig:
 
         Raises:
           ValueError: patches in time (the release has none, and frames carry a timestep each), or
-            a field out of range.
+            a field out of range; another model's configuration.
         """
-        patch = tuple(config.get("patch_size", (1, 2, 2)))
+        config = Fields(config, "LongCat-Video", _CLASS_NAMES, {"audio_window": None})
+        patch = config.three("patch_size", (1, 2, 2))
         if patch[0] != 1:
             raise ValueError(f"patch_size: expected 1 in time, got {patch}")
         heads = "num_heads" if "num_heads" in config else "num_attention_heads"
@@ -96,6 +98,8 @@ class LongCatVideoConfig:
             "text_tokens_zero_pad": self.attend_text_pads,
         }
 
+
+_CLASS_NAMES = ("LongCatVideoTransformer3DModel", "LongCatTransformer3DModel")
 
 LONGCAT_VIDEO = LongCatVideoConfig()
 

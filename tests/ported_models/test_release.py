@@ -121,6 +121,20 @@ def test_minimax_has_the_shifts_of_both_schedulers(tmp_path):
     assert sampling.origins()["audio_shift"] == "audio_scheduler/scheduler_config.json: shift"
 
 
+def test_minimax_has_the_shifts_of_its_authors_index(tmp_path):
+    folder = saved(MiniMaxH3, MINIMAX, tmp_path / "FL2VA", layout="original")
+    own: dict[str, Any] = {"sigma_shift_scales": {"video": 11.0, "audio": 4.0}}
+    write(tmp_path / "FL2VA/model_index.json", {"_minimax_h3": own})
+    sampling = MiniMaxH3.from_pretrained(folder).sampling
+    assert (sampling.shift, sampling.audio_shift) == (11.0, 4.0)
+    where = "model_index.json: _minimax_h3.sigma_shift_scales.audio"
+    assert sampling.origins()["audio_shift"] == where
+    own["base_schedule"] = [1.0, 0.7, 0.4, 0.15, 0.0]
+    write(tmp_path / "FL2VA/model_index.json", {"_minimax_h3": own})
+    with pytest.raises(NotImplementedError, match=r"_minimax_h3: base_schedule is not ported"):
+        MiniMaxH3.from_pretrained(folder)
+
+
 @pytest.mark.parametrize(
     ("size", "task", "shift"),
     [(640, "t2v", 5.0), (640, "i2v", 5.0), (960, "t2v", 9.0), (960, "i2v", 7.0)],
