@@ -58,7 +58,7 @@ class MiniMaxH3Config:
           ValueError: a size that the configuration does not give, another model's configuration,
             or a field out of range.
         """
-        config = Fields(config, "MiniMax-H3", ("MiniMaxH3Transformer3DModel",), {})
+        config = Fields(config, "MiniMax-H3", _CLASS_NAMES, {})
         values: dict[str, Any] = {}
         for field in dataclasses.fields(cls):
             names = _NAMES.get(field.name, (field.name,))
@@ -71,10 +71,13 @@ class MiniMaxH3Config:
     def to_dict(self, layout: str) -> dict[str, Any]:
         index = 1 if layout == "original" else 0
         values = dataclasses.asdict(self)
-        return {"_class_name": "MiniMaxH3Transformer3DModel"} | {
+        return {"_class_name": _CLASS_NAMES[index]} | {
             _NAMES[name][index] if name in _NAMES else name: value for name, value in values.items()
         }
 
+
+# In diffusers' and in the authors' layout.
+_CLASS_NAMES = ("MiniMaxH3Transformer3DModel", "MiniMaxH3DiTModel")
 
 # Names of a field in the diffusers and in the original configuration, where they differ from ours.
 _NAMES = {
