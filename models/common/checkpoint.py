@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from .tensor_map import Entry, Shape, TensorMap
@@ -44,7 +44,7 @@ class Reader:
         files = [self.path] if self.path.is_file() else self._files()
         if not files:
             raise FileNotFoundError(f"path: no .safetensors file at {self.path}")
-        self._open = {file: safe_open(file, "np") for file in files}
+        self._open = {file: _opened(file) for file in files}
         self._file_of: dict[str, Path] = {}
         self.shapes: dict[str, Shape] = {}
         for file, handle in self._open.items():
@@ -58,21 +58,71 @@ class Reader:
         if len(indices) > 1:
             raise ValueError(f"path: several indices in {self.path}: {[i.name for i in indices]}")
         if indices:
-            names = set(json.loads(indices[0].read_text())["weight_map"].values())
+            weight_map = _json(indices[0]).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise ValueError(f"path: {indices[0]} has no weight_map")
+            names = {str(name) for name in weight_map.values()}
             absent = sorted(name for name in names if not (self.path / name).is_file())
             if absent:
                 raise FileNotFoundError(f"path: {indices[0].name} names absent files {absent}")
             return [self.path / name for name in sorted(names)]
         return sorted(self.path.glob("*.safetensors"))
 
-    def config(self) -> dict[str, Any]:
+    def config(self, kind: Any) -> Any:
+        """The configuration beside the tensors, as an instance of a class with `from_dict`.
+
+        Raises:
+          FileNotFoundError, ValueError, NotImplementedError: no such file, no JSON, a field that
+            is missing, of another kind or out of range; names the file.
+        """
         file = (self.path if self.path.is_dir() else self.path.parent) / "config.json"
         if not file.is_file():
             raise FileNotFoundError(f"config: no {file}; pass config=")
-        return json.loads(file.read_text())
+        values = _json(file)
+        try:
+            return kind.from_dict(values)
+        except KeyError as error:
+            raise ValueError(f"config: {file} lacks {error.args[0]}") from error
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"config: {file}: {error}") from error
 
     def read(self, name: str) -> np.ndarray:
         return self._open[self._file_of[name]].get_tensor(name)
+
+
+def _json(file: Path) -> dict[str, Any]:
+    """A file's JSON object.
+
+    Raises:
+      ValueError: it holds none; names the file.
+    """
+    try:
+        values = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"path: {file} is not JSON{_hint(file)}: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"path: {file} holds no JSON object but a {type(values).__name__}")
+    return values
+
+
+def _opened(file: Path) -> Any:
+    """An open safetensors file.
+
+    Raises:
+      ValueError: it is none, or not all of it is there; names the file.
+    """
+    try:
+        return safe_open(file, "np")
+    except SafetensorError as error:
+        raise ValueError(
+            f"path: {file} is not a whole safetensors file{_hint(file)}: {error}"
+        ) from error
+
+
+def _hint(file: Path) -> str:
+    with file.open("rb") as opened:
+        pointer = opened.read(40).startswith(b"version https://git-lfs")
+    return " but a Git LFS pointer (git lfs pull fetches the file)" if pointer else ""
 
 
 def detect_layout(layouts: dict[str, TensorMap], reader: Reader) -> str:

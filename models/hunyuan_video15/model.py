@@ -170,7 +170,9 @@ class HunyuanVideo15(VideoTransformer):
     ) -> tuple[Float[Array, "b l d"], Int[Array, "b"]]:
         """The text stream's input, valid rows first, and how many of them are valid."""
         attention = attention_function(self.cross_attention, "cross_attention")
-        masks = [text_mask.astype(bool), byt5_mask.astype(bool)]
+        keep, text = checks.keep_mask("text_mask", text_mask, text)
+        keep_byt5, byt5 = checks.keep_mask("byt5_mask", byt5_mask, byt5)
+        masks = [keep, keep_byt5]
         # An item without image rows (all zero) keeps them as pads, as in the peer.
         has_image = jnp.any(image != 0, axis=(1, 2))
         masks.append(jnp.broadcast_to(has_image[:, None], image.shape[:2]))

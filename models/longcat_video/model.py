@@ -83,10 +83,10 @@ class LongCatVideo(VideoTransformer):
 
     def context(self, text: Array, text_mask: Array | None) -> tuple[Array, Array | None]:
         """Projected text rows, and the mask that the cross-attention has to apply."""
-        rows = self.text_mlp(text.astype(self.dtype))
         if text_mask is None:
-            return rows, None
-        keep = text_mask.astype(bool)
+            return self.text_mlp(text.astype(self.dtype)), None
+        keep, text = checks.keep_mask("text_mask", text_mask, text)
+        rows = self.text_mlp(text.astype(self.dtype))
         rows = jnp.where(keep[..., None], rows, 0)
         return rows, None if self.config.attend_text_pads else keep
 
