@@ -1,17 +1,18 @@
 """Settings that have to be made before JAX starts and before vc_jax is imported."""
 
 import os
+import shutil
 
 from jaxtyping import install_import_hook
 
 from . import shapes
 
-# Two CPU devices, so that sharded calls can be tested on any machine. Most of the suite's time is
-# compilation of programs that run for milliseconds: LLVM need not optimise them.
-_FLAGS = {
-    "--xla_force_host_platform_device_count": "2",
-    "--xla_backend_optimization_level": "0",
-}
+# Two CPU devices, so that sharded calls can be tested on any machine.
+_FLAGS = {"--xla_force_host_platform_device_count": "2"}
+# Most of the suite's time is compilation of programs that run for milliseconds on a CPU: LLVM need
+# not optimise them. On a GPU it must: there, what ships is tested.
+if shutil.which("nvidia-smi") is None:
+    _FLAGS["--xla_backend_optimization_level"] = "0"
 _given = os.environ.get("XLA_FLAGS", "")
 os.environ["XLA_FLAGS"] = " ".join(
     [_given, *(f"{flag}={value}" for flag, value in _FLAGS.items() if flag not in _given)]

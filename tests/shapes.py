@@ -25,7 +25,9 @@ CHECK_THEMSELVES = {
     "compare",
     "dot_product_attention",
     "explain",
+    "init_state",
     "plain_attention",
+    "reset",
     "resolve_config",
     "unsupported",
 }
@@ -52,7 +54,8 @@ def _of_arrays(check: Callable) -> Callable:
 
     def check_arrays(*arguments, **named) -> None:
         fields = [*arguments[1:], *named.values()]
-        if all(x is None or isinstance(x, jax.Array | bool) for x in fields):
+        arrays = any(isinstance(x, jax.Array) for x in fields)
+        if arrays and all(x is None or isinstance(x, jax.Array | bool) for x in fields):
             check(*arguments, **named)
 
     return check_arrays

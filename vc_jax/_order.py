@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ._arguments import Inputs
 from ._config import AttentionConfig, check_integer, default_clusters, resolve_config
 from ._preprocessing import key_order
-from ._tracing import is_symbolic
+from ._tracing import Size, is_symbolic
 from ._vsmooth import sequence_order
 from .pallas_kernels._varying import vary_together
 
@@ -25,8 +25,8 @@ class AttentionState(NamedTuple):
     """What one attention layer (or a stack of L layers) remembers between denoising steps.
 
     4·B·K·S bytes of permutation, 4·B·K·k·H of centroids and B·S of validity a layer: 12.1 MB of
-    permutation for 75 600 tokens and 40 heads. A configuration that does not cluster needs
-    B bytes.
+    permutation for 75 600 tokens and 40 heads. A configuration that does not cluster has the same
+    arrays with S and k of 1 (checkpoints refuse arrays without elements).
 
     Attributes:
       permutation: int32 [(L,) B, K, S], position -> token, valid tokens first.
@@ -71,11 +71,11 @@ def init_state(
 
 
 def _empty_state(
-    config: AttentionConfig, batch: int, length: int, heads: int, size: int, layers: int | None
+    config: AttentionConfig, batch: Size, length: int, heads: int, size: int, layers: int | None
 ) -> AttentionState:
     lead = () if layers is None else (layers,)
-    length = length if config.clustered else 0
-    clusters = (config.clusters or default_clusters(length)) if config.clustered else 0
+    length = length if config.clustered else 1
+    clusters = (config.clusters or default_clusters(length)) if config.clustered else 1
     order = jnp.arange(length, dtype=jnp.int32)
     return AttentionState(
         jnp.broadcast_to(order, (*lead, batch, heads, length)),

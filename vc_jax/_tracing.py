@@ -13,13 +13,16 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array
 
+Size = Any
+"""A length: an `int`, or a symbolic dimension of `jax.export`, which has no public type."""
+
 
 def jit[**P, R](**options: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """`jax.jit` as a decorator that keeps a function's types: JAX's own returns `Any`."""
     return functools.partial(jax.jit, **options)
 
 
-def filled(shape: tuple[int, ...], fill: float | int, *like: Array, dtype=jnp.float32) -> Array:
+def filled(shape: tuple[Size, ...], fill: float | int, *like: Array, dtype=jnp.float32) -> Array:
     """A constant array that varies over the same manual mesh axes as all of `like`.
 
     A scan whose carry starts as a plain constant is refused under `shard_map(check_vma=True)`.

@@ -15,7 +15,7 @@ import vc_jax
 
 from ..attention import AttentionControl, AttentionLike, ModelState, check_attention
 from . import checkpoint, release
-from .checks import Dims, check_shape
+from .checks import Dims, check_flags, check_float_dtype, check_shape
 from .schedulers import Sampling
 from .tensor_map import TensorMap
 
@@ -114,6 +114,7 @@ class VideoTransformer(nnx.Module):
             raise TypeError(f"config: expected a {expected}, got {type(config).__name__}")
         check_attention(attention)
         check_attention(cross_attention, "cross_attention")
+        check_float_dtype("dtype", dtype)
         self.config = config
         self.attention = attention
         self.cross_attention = cross_attention
@@ -163,9 +164,10 @@ class VideoTransformer(nnx.Module):
         for name in ("attention", "cross_attention"):
             if name in options:
                 check_attention(options[name], name)
+        check_float_dtype("dtype", dtype)
         reader = checkpoint.Reader(path, variant)
         if config is None:
-            config = cls.config_class.from_dict(reader.config())
+            config = reader.config(cls.config_class)
         config = cls.adapt_config(config, reader.shapes)
         abstract = nnx.eval_shape(
             lambda: cls(config, dtype=dtype, rngs=nnx.Rngs(0), **options)  # type: ignore[call-arg]
@@ -268,6 +270,8 @@ class VideoTransformer(nnx.Module):
         for name, value in conditioning.items():
             if name in shapes and value is not None:
                 check_shape(f"conditioning[{name!r}]", value, shapes[name])
+                if name.endswith("_mask"):
+                    check_flags(f"conditioning[{name!r}]", value)
 
     def sampling_state(self, latents: Latents, conditioning: dict[str, Any]) -> ModelState:
         """A fresh state for sampling these latents (both guided halves)."""

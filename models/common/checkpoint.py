@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from . import quantised, weight_files
-from .release import read_json
+from .release import pointer_hint, read_json
 from .tensor_map import Entry, Shape, TensorMap
 
 ShardingLike = Sharding | Callable[[str, Shape], Sharding] | None
@@ -57,7 +57,7 @@ class Reader:
         self.path = Path(path)
         self.folder = self.path.parent if self.path.is_file() else self.path
         files = weight_files.choose(self.path, variant)
-        self._open = {file: safe_open(file, "np") for file in files}
+        self._open = {file: _opened(file) for file in files}
         self._headers: dict[Path, dict[str, Any]] = {}
         self._file_of: dict[str, Path] = {}
         for file, handle in self._open.items():
@@ -82,11 +82,21 @@ class Reader:
             name: shapes[entry.tensor] for name, entry in self._stored.items()
         }
 
-    def config(self) -> dict[str, Any]:
+    def config(self, kind: Any) -> Any:
+        """The configuration beside the tensors, as an instance of a class with `from_dict`.
+
+        Raises:
+          FileNotFoundError, ValueError, NotImplementedError: no such file, no JSON, a field that
+            is missing, of another kind or out of range; names the file.
+        """
         file = self.folder / "config.json"
         if not file.is_file():
             raise FileNotFoundError(f"config: no {file}; pass config=")
-        return read_json(file)
+        values = read_json(file)
+        try:
+            return kind.from_dict(values)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"config: {file}: {error}") from error
 
     def check(self, names: Iterable[str]) -> None:
         """Refuses tensors whose numbers cannot be read.
@@ -139,6 +149,20 @@ def _copies(name: str, first: Path, second: Path) -> str:
     hint = f": two copies of a model and no index; pass variant={chosen}"
     both = f"path: {first.name} and {second.name} in {first.parent} both hold {name!r}"
     return both + (hint if len(copies) > 1 else "")
+
+
+def _opened(file: Path) -> Any:
+    """An open safetensors file.
+
+    Raises:
+      ValueError: it is none, or not all of it is there; names the file.
+    """
+    try:
+        return safe_open(file, "np")
+    except SafetensorError as error:
+        raise ValueError(
+            f"path: {file} is not a whole safetensors file{pointer_hint(file)}: {error}"
+        ) from error
 
 
 def detect_layout(layouts: dict[str, TensorMap], reader: Reader) -> str:

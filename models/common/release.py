@@ -90,18 +90,25 @@ class Files:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+    """A file's JSON object.
 
     Raises:
-      ValueError: not JSON, or no object; names the file.
+      ValueError: it holds none; names the file.
     """
     try:
         content = json.loads(file.read_text())
     except ValueError as error:
-        raise ValueError(f"{file}: no valid JSON ({error})") from None
+        raise ValueError(f"path: {file} is not JSON{pointer_hint(file)}: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{file}: expected a JSON object, got {type(content).__name__}")
+        raise ValueError(f"path: {file} holds no JSON object but a {type(content).__name__}")
     return content
+
+
+def pointer_hint(file: Path) -> str:
+    """What to add to a message about a file, if it is only Git LFS's pointer to one."""
+    with file.open("rb") as opened:
+        pointer = opened.read(40).startswith(b"version https://git-lfs")
+    return " but a Git LFS pointer (git lfs pull fetches the file)" if pointer else ""
 
 
 def attributed(sampling: Sampling, constants: str, said: Said | None = None) -> Sampling:

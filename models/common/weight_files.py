@@ -79,8 +79,8 @@ def _index_copy(index: Path) -> str:
 def _indexed(index: Path) -> list[Path]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
-        raise ValueError(f"{index}: expected a weight_map")
-    names = sorted(set(weight_map.values()))
+        raise ValueError(f"path: {index} has no weight_map")
+    names = sorted({str(name) for name in weight_map.values()})
     absent = [name for name in names if not (index.parent / name).is_file()]
     if absent:
         raise FileNotFoundError(f"path: {index.name} names absent files {absent}")

@@ -68,14 +68,12 @@ class HunyuanVideo15Config:
         patch = config.get("patch_size", 1)
         return cls(
             num_layers=config["num_layers"],
-            num_refiner_layers=config["num_refiner_layers"],
             num_heads=config["num_attention_heads"],
             head_dim=config["attention_head_dim"],
             in_channels=config["in_channels"],
             out_channels=config["out_channels"],
             mlp_ratio=config["mlp_ratio"],
             text_dim=config["text_embed_dim"],
-            byt5_dim=config["text_embed_2_dim"],
             image_dim=config["image_embed_dim"],
             patch=(config.get("patch_size_t", 1), patch, patch),
             rope_axes=config.three("rope_axes_dim"),
@@ -83,6 +81,7 @@ class HunyuanVideo15Config:
             use_meanflow=config.get("use_meanflow", False),
             target_size=config.get("target_size", 640),
             task=config.get("task_type", "t2v"),
+            **({"byt5_dim": config["text_embed_2_dim"]} | _constants(config)),
         )
 
     @classmethod
@@ -112,21 +111,29 @@ class HunyuanVideo15Config:
             use_meanflow=config.get("use_meanflow", False),
             target_size=_TARGET_SIZES[resolution],
             task=config.get("ideal_task") or "t2v",
+            **_constants(config),
         )
 
     def to_dict(self, layout: str) -> dict[str, Any]:
+        """The `config.json` of a layout.
+
+        Raises:
+          ValueError: patches of another height than width, which the diffusers file cannot say.
+        """
+        constants = {name: getattr(self, name) for name in _CONSTANTS}
         if layout == "original":
             names = {size: name for name, size in _TARGET_SIZES.items()}
             if self.target_size not in names:
                 raise ValueError(f"target_size: the original layout has {sorted(names)} only")
-            return {
+            concatenated = self.in_channels % 2 == 1 and self.in_channels > 1
+            return constants | {
                 "_class_name": "HunyuanVideo_1_5_DiffusionTransformer",
                 "mm_double_blocks_depth": self.num_layers,
                 "mm_single_blocks_depth": 0,
                 "heads_num": self.num_heads,
                 "hidden_size": self.hidden,
-                "in_channels": (self.in_channels - 1) // 2,
-                "concat_condition": True,
+                "in_channels": self.in_channels // 2 if concatenated else self.in_channels,
+                "concat_condition": concatenated,
                 "out_channels": self.out_channels,
                 "mlp_width_ratio": self.mlp_ratio,
                 "text_states_dim": self.text_dim,
@@ -138,7 +145,11 @@ class HunyuanVideo15Config:
                 "ideal_resolution": names[self.target_size],
                 "ideal_task": self.task,
             }
-        return {
+        if self.patch[1] != self.patch[2]:
+            raise ValueError(
+                f"patch: the diffusers layout has one size for height and width, got {self.patch}"
+            )
+        return constants | {
             "_class_name": "HunyuanVideo15Transformer3DModel",
             "num_layers": self.num_layers,
             "num_refiner_layers": self.num_refiner_layers,
@@ -182,6 +193,20 @@ _FEATURES = {
     "qkv_bias": True,
     "qk_norm_type": "rms",
 }
+# Fields that the releases' files leave out, at least in one layout: written under our names.
+_CONSTANTS = (
+    "num_refiner_layers",
+    "refiner_mlp_ratio",
+    "byt5_dim",
+    "byt5_hidden",
+    "freq_dim",
+    "epsilon",
+)
+
+
+def _constants(config: dict[str, Any]) -> dict[str, Any]:
+    return {name: config[name] for name in _CONSTANTS if name in config}
+
 
 HUNYUAN_VIDEO_15 = HunyuanVideo15Config()
 

@@ -122,7 +122,7 @@ class HunyuanVideo15(VideoTransformer):
         volume = math.prod(config.patch)
 
         def time_mlp() -> layers.Mlp:
-            return layers.Mlp(config.freq_dim, width, width, jax.nn.silu, rngs=rngs, dtype=exact)
+            return layers.Mlp(config.freq_dim, width, width, layers.silu, rngs=rngs, dtype=exact)
 
         self.patch_embedding = layers.linear(
             config.in_channels * volume, width, rngs=rngs, dtype=dtype
@@ -146,8 +146,8 @@ class HunyuanVideo15(VideoTransformer):
     def adapt_config(
         cls, config: HunyuanVideo15Config, shapes: dict[str, tuple[int, ...]]
     ) -> HunyuanVideo15Config:
-        """The widths of the byT5 projection and, in the original layout, the refiner's layers do
-        not stand in the configuration file."""
+        """The released configurations do not say how wide the byT5 projection is, those in the
+        original layout not how deep and wide the refiner."""
         found: dict[str, Any] = {}
         for name in ("context_embedder_2.linear_1.weight", "byt5_in.fc1.weight"):
             if name in shapes and len(shapes[name]) == 2:
@@ -162,7 +162,7 @@ class HunyuanVideo15(VideoTransformer):
             if layers:
                 found["num_refiner_layers"] = len(layers)
             inner = shapes.get(f"{block}.0.{fc_in}.weight")
-            if inner:
+            if inner and inner[0] != int(config.hidden * config.refiner_mlp_ratio):
                 found["refiner_mlp_ratio"] = inner[0] / config.hidden
         return dataclasses.replace(config, **found)
 
@@ -192,7 +192,9 @@ class HunyuanVideo15(VideoTransformer):
     ) -> tuple[Float[Array, "b l d"], Int[Array, "b"]]:
         """The text stream's input, valid rows first, and how many of them are valid."""
         attention = attention_function(self.cross_attention, "cross_attention")
-        masks = [text_mask.astype(bool), byt5_mask.astype(bool)]
+        keep, text = checks.keep_mask("text_mask", text_mask, text)
+        keep_byt5, byt5 = checks.keep_mask("byt5_mask", byt5_mask, byt5)
+        masks = [keep, keep_byt5]
         # An item without image rows (all zero) keeps them as pads, as in the peer.
         has_image = jnp.any(image != 0, axis=(1, 2))
         masks.append(jnp.broadcast_to(has_image[:, None], image.shape[:2]))

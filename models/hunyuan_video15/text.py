@@ -25,7 +25,7 @@ class RefinerBlock(nnx.Module):
         self.qkv = layers.HeadsIn(width, 3, heads, size, **options)
         self.out = layers.HeadsOut(heads, size, width, **options)
         inner = int(width * config.refiner_mlp_ratio)
-        self.mlp = layers.Mlp(width, inner, width, jax.nn.silu, **options)
+        self.mlp = layers.Mlp(width, inner, width, layers.silu, **options)
         self.gates = layers.linear(width, 2 * width, **options)
 
     def __call__(
@@ -46,10 +46,10 @@ class Refiner(nnx.Module):
         width = config.hidden
         self.freq_dim, self.dtype = config.freq_dim, jnp.dtype(dtype)
         self.time_mlp = layers.Mlp(
-            config.freq_dim, width, width, jax.nn.silu, rngs=rngs, dtype=jnp.float32
+            config.freq_dim, width, width, layers.silu, rngs=rngs, dtype=jnp.float32
         )
         self.text_mlp = layers.Mlp(
-            config.text_dim, width, width, jax.nn.silu, rngs=rngs, dtype=dtype
+            config.text_dim, width, width, layers.silu, rngs=rngs, dtype=dtype
         )
         self.proj_in = layers.linear(config.text_dim, width, rngs=rngs, dtype=dtype)
         self.blocks = stack_blocks(

@@ -79,6 +79,8 @@ class LongCatVideoConfig:
             mlp_ratio=config["mlp_ratio"],
             patch=patch,
             attend_text_pads=config.get("text_tokens_zero_pad", True),
+            epsilon=config.get("epsilon", 1e-6),
+            rope_theta=config.get("rope_theta", 10_000.0),
         )
 
     def to_dict(self, layout: str) -> dict[str, Any]:
@@ -96,6 +98,8 @@ class LongCatVideoConfig:
             "mlp_ratio": self.mlp_ratio,
             "patch_size": list(self.patch),
             "text_tokens_zero_pad": self.attend_text_pads,
+            "epsilon": self.epsilon,
+            "rope_theta": self.rope_theta,
         }
 
 

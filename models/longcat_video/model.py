@@ -54,7 +54,7 @@ class LongCatVideo(VideoTransformer):
             config.in_channels * volume, width, rngs=rngs, dtype=self.dtype
         )
         self.time_mlp = layers.Mlp(
-            config.freq_dim, time_dim, time_dim, jax.nn.silu, rngs=rngs, dtype=exact
+            config.freq_dim, time_dim, time_dim, layers.silu, rngs=rngs, dtype=exact
         )
         self.text_mlp = layers.Mlp(
             config.text_dim, width, width, layers.gelu_tanh, rngs=rngs, dtype=self.dtype
@@ -84,10 +84,10 @@ class LongCatVideo(VideoTransformer):
 
     def context(self, text: Array, text_mask: Array | None) -> tuple[Array, Array | None]:
         """Projected text rows, and the mask that the cross-attention has to apply."""
-        rows = self.text_mlp(text.astype(self.dtype))
         if text_mask is None:
-            return rows, None
-        keep = text_mask.astype(bool)
+            return self.text_mlp(text.astype(self.dtype)), None
+        keep, text = checks.keep_mask("text_mask", text_mask, text)
+        rows = self.text_mlp(text.astype(self.dtype))
         rows = jnp.where(keep[..., None], rows, 0)
         return rows, None if self.config.attend_text_pads else keep
 

@@ -113,7 +113,7 @@ class MiniMaxH3(VideoTransformer):
             config.freq_dim,
             config.time_hidden,
             config.time_dim,
-            jax.nn.silu,
+            layers.silu,
             rngs=rngs,
             dtype=exact,
         )
@@ -236,6 +236,9 @@ class MiniMaxH3(VideoTransformer):
 
     def _row_shapes(self, batch: int | None, layout: PackedLayout) -> dict[str, checks.Dims]:
         config = self.config
+        for name in ("text_indices", "audio_indices", "video_indices"):
+            if len(getattr(layout, name)) == 0:
+                raise ValueError(f"layout.{name}: expected at least one row")
         widths = {
             "video": ("patch_features", config.patch_features),
             "audio": ("audio_channels", config.audio_channels),

@@ -76,6 +76,7 @@ class WanConfig:
             patch=config.three("patch_size", (1, 2, 2)),
             cross_attn_norm=config.get("cross_attn_norm", True),
             epsilon=config.get("eps", 1e-6),
+            rope_theta=config.get("rope_theta", 10_000.0),
         )
 
     def to_dict(self, layout: str) -> dict[str, Any]:
@@ -87,6 +88,7 @@ class WanConfig:
             "patch_size": list(self.patch),
             "cross_attn_norm": self.cross_attn_norm,
             "eps": self.epsilon,
+            "rope_theta": self.rope_theta,
         }
         if layout == "original":
             kind = {36: "i2v", 48: "ti2v"}.get(self.in_channels, "t2v")

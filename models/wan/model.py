@@ -122,7 +122,7 @@ class Wan(VideoTransformer):
             config.text_dim, width, width, layers.gelu_tanh, rngs=rngs, dtype=self.dtype
         )
         self.time_mlp = layers.Mlp(
-            config.freq_dim, width, width, jax.nn.silu, rngs=rngs, dtype=exact
+            config.freq_dim, width, width, layers.silu, rngs=rngs, dtype=exact
         )
         self.time_projection = layers.linear(width, 6 * width, rngs=rngs, dtype=exact)
         self.blocks = stack_blocks(

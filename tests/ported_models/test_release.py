@@ -197,7 +197,7 @@ def test_numbers_out_of_range_in_a_file_are_named(tmp_path):
     with pytest.raises(ValueError, match="shift: expected a positive number"):
         LongCatVideo.from_pretrained(folder)
     file.write_text("{")
-    with pytest.raises(ValueError, match=r"scheduler_config\.json: no valid JSON"):
+    with pytest.raises(ValueError, match=r"scheduler_config\.json is not JSON"):
         LongCatVideo.from_pretrained(folder)
 
 
