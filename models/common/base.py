@@ -193,6 +193,9 @@ class VideoTransformer(nnx.Module):
     ) -> None:
         """Writes `config.json` and safetensors in a layout; loading them again is exact.
 
+        Files beside the transformer (scheduler, guider, index), from which `sampling` may come, are
+        not written: copy them, or pass `sampling=` when loading.
+
         Args:
           path: a folder, created if needed.
           layout: a key of `layouts`.
