@@ -56,14 +56,17 @@ def launch(
     arguments = vary_together(*arguments)
     kind = jax.sharding.ManualAxisType(varying=varying_axes(arguments[0]))
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=kind) for x in results]
-    return pl.pallas_call(
+    call = pl.pallas_call(
         body,
         grid=grid,
         out_shape=shapes,
         input_output_aliases=aliases or {},
         compiler_params=_CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
-    )(*arguments)
+    )
+    # A kernel counts in 32 bits whatever the caller's setting: that is what its references hold.
+    with jax.enable_x64(False):
+        return call(*arguments)
 
 
 def rows_of(ref, batch, row, head):

@@ -82,7 +82,7 @@ def codes_of(centroids: Float[Array, "b k c h"], dtype: jnp.dtype) -> Codes:
     constant = jnp.sum(code * (code * (1 / _FINER) + 128.0), -1)
     # Pairs of neighbours in turns over four columns, as tensor cores hand products to threads: a
     # thread then keeps the least distance of a column without asking another one.
-    column = jnp.arange(width)
+    column = jnp.arange(width, dtype=jnp.int32)
     base = jnp.pad(jnp.round(constant).astype(jnp.int32), ((0, 0), (0, 0), (0, width - k)))
     base = jnp.where(column < k, base << bits, 2**31 - 1024) + (column // 8 * 2 + column % 2)
     code = jnp.pad(-code.astype(jnp.int8), ((0, 0), (0, 0), (0, width - k), (0, 0)))

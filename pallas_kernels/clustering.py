@@ -88,7 +88,7 @@ def _update_body(values_ref, order_ref, first_ref, count_ref, centroids_ref, new
 
 def cluster_means(
     values: Float[Array, "b s k h"],
-    order: Int[Array, "b k s"],
+    order: Int[Array, "b k n"],
     where: Offsets,
     centroids: Float[Array, "b k c h"],
     *,
@@ -147,7 +147,9 @@ def chain(centroids: Float[Array, "b k c h"], *, interpret: bool = False) -> Int
     inner = jnp.einsum("bih,bjh->bij", rows, rows, precision=lax.Precision.HIGHEST)
     square = jnp.diagonal(inner, axis1=1, axis2=2)
     distance = square[:, :, None] - 2.0 * inner + square[:, None]
-    start = jnp.argmax(jnp.sum((rows - jnp.mean(rows, 1, keepdims=True)) ** 2, -1), -1)
+    start = jnp.argmax(jnp.sum((rows - jnp.mean(rows, 1, keepdims=True)) ** 2, -1), -1).astype(
+        jnp.int32
+    )
     (places,) = launch(
         functools.partial(_chain_body, k=k, width=pl.next_power_of_2(k)),
         (batch * heads,),
