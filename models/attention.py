@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 import vc_jax
 
-from .common.checks import check_index
+from .common.checks import check_flags, check_index
 
 AttentionFunction = Callable[..., Any]
 """Has the signature of `jax.nn.dot_product_attention`."""
@@ -115,6 +115,9 @@ class AttentionControl:
         if self.step is not None:
             check_index("control.step", self.step, self._num_steps())
         flags = self.high_precision_layers
+        for name in ("high_precision_layers", "bf16_steps_mask"):
+            if getattr(self, name) is not None:
+                check_flags(f"control.{name}", getattr(self, name))
         if flags is not None:
             flags = jnp.asarray(flags, bool)
             if flags.shape != (num_layers,):

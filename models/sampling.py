@@ -4,6 +4,7 @@ Latents in, latents out: text encoders and VAEs are the caller's own. The scan c
 latents, the solver's memory and the V-Smooth state; guidance runs both halves as one batch.
 """
 
+import dataclasses
 import functools
 import sys
 from typing import Any
@@ -20,6 +21,7 @@ import vc_jax
 
 from .attention import AttentionControl, ModelState, uses_state
 from .common.base import Latents, VideoTransformer
+from .common.checks import check_flags
 from .common.schedulers import Sampling
 
 Parts = dict[str, Array]
@@ -68,7 +70,10 @@ def sample(
     model.check_sampling(latents, conditioning)
     conditioning = {name: value for name, value in conditioning.items() if value is not None}
     _check_negative(negative, conditioning)
-    if schedule is None and uses_state(model.attention):
+    if low_noise_model is not None:
+        _check_low_noise_model(low_noise_model, model)
+    experts = [model] if low_noise_model is None else [model, low_noise_model]
+    if schedule is None and any(uses_state(expert.attention) for expert in experts):
         schedule = vc_jax.DenoisingSchedule(sampling.num_steps)
     if schedule is not None and schedule.num_steps != sampling.num_steps:
         raise ValueError(f"schedule: has {schedule.num_steps} steps, sampling {sampling.num_steps}")
@@ -76,8 +81,14 @@ def sample(
         raise ValueError(
             f"bf16_steps_mask: expected [{sampling.num_steps}], got {np.shape(bf16_steps_mask)}"
         )
+    for name, mask in (
+        ("high_precision_layers", high_precision_layers),
+        ("bf16_steps_mask", bf16_steps_mask),
+    ):
+        if mask is not None:
+            check_flags(name, mask)
     graphs, parameters = [], []
-    for expert in (model, low_noise_model) if low_noise_model is not None else (model,):
+    for expert in experts:
         graph, state = nnx.split(expert)
         graphs.append(graph)
         parameters.append(state)
@@ -123,6 +134,7 @@ def _run(
     parts = latents if isinstance(latents, dict) else {"video": latents}
     solvers = {name: sampling.make_solver(shifts[name]) for name in parts}
     times = {name: jnp.asarray(sampling.timesteps(shifts[name]), jnp.float32) for name in parts}
+    following = jnp.asarray(sampling.next_timesteps(), jnp.float32)
     scales = jnp.asarray(sampling.guidance_scales(), jnp.float32)
     high_noise = sampling.high_noise()
     first_low = int(np.argmin(high_noise)) if len(graphs) > 1 and not high_noise.all() else None
@@ -138,8 +150,11 @@ def _run(
         given = expert.impose(given, conditioning)
         if negative is not None:
             given = jnp.concatenate([given, given])
-        control = AttentionControl(state, index, *policies, schedule=schedule)
-        velocity, state = expert.denoise(given, now, both, control)
+        own = state if keeps[which] else None
+        control = AttentionControl(own, index, *policies, schedule=schedule)
+        extra: Any = {"next_time": following[index]} if expert.needs_next_time else {}
+        velocity, own = expert.denoise(given, now, both, control, **extra)
+        state = own if keeps[which] else state
         velocities = velocity if isinstance(velocity, dict) else {"video": velocity}
         if negative is not None:
             form = sampling.guidance_form
@@ -170,11 +185,21 @@ def _run(
         parts = {name: pair[0] for name, pair in moved.items()}
         return (parts, {name: pair[1] for name, pair in moved.items()}, state), None
 
+    experts = [nnx.merge(*expert) for expert in zip(graphs, parameters, strict=True)]
+    clusters = [uses_state(expert.attention) for expert in experts]
+    # With a schedule of the caller's even one without clusters has a state: or it is told why not.
+    keeps = [schedule is not None and (own or not any(clusters)) for own in clusters]
     state = None
-    if schedule is not None:
+    if any(keeps):
         copies = 1 if negative is None else 2
         doubled = jax.tree.map(lambda x: jnp.concatenate([x] * copies), latents)
-        state = model.sampling_state(doubled, both)
+        states = [e.sampling_state(doubled, both) for e, keep in zip(experts, keeps) if keep]
+        state = states[0]
+        if jax.tree.map(jnp.shape, states[-1]) != jax.tree.map(jnp.shape, state):
+            raise ValueError(
+                "low_noise_model: its attention has another number of clusters than model's, "
+                "whose state it takes over"
+            )
     memories = {name: solvers[name].init(parts[name]) for name in parts}
     steps = jnp.arange(sampling.num_steps, dtype=jnp.int32)
     (parts, _, _), _ = jax.lax.scan(step, (parts, memories, state), steps)
@@ -199,6 +224,22 @@ def _check_modes(
         raise ValueError("low_noise_model: needed with sampling.boundary, and only then")
     if isinstance(latents, dict) != (sampling.audio_shift is not None):
         raise ValueError("latents: a dict of `video` and `audio` goes with sampling.audio_shift")
+
+
+def _check_low_noise_model(expert: VideoTransformer, model: VideoTransformer) -> None:
+    """The experts share latents, conditioning, state and masks over layers."""
+    if type(expert) is not type(model):
+        raise TypeError(
+            f"low_noise_model: expected a {type(model).__name__}, got {type(expert).__name__}"
+        )
+    differences = [
+        f"{field.name} {getattr(expert.config, field.name)} in place of "
+        f"{getattr(model.config, field.name)}"
+        for field in dataclasses.fields(model.config)
+        if getattr(expert.config, field.name) != getattr(model.config, field.name)
+    ]
+    if differences:
+        raise ValueError(f"low_noise_model: expected model's sizes, got {', '.join(differences)}")
 
 
 def _check_negative(negative: dict[str, Any] | None, positive: dict[str, Any]) -> None:

@@ -112,13 +112,15 @@ def offsets(
     ((before, count),) = launch([role], interpret=interpret)
     before, count = before.reshape(counts.shape), count.reshape(batch, heads, width)
     if places is None:
-        first = jnp.cumsum(count, -1) - count
+        first = jnp.cumsum(count, -1, dtype=jnp.int32) - count
     else:
         k = places.shape[-1]
-        rest = jnp.broadcast_to(jnp.arange(k, width), (*places.shape[:2], width - k))
+        rest = jnp.broadcast_to(
+            jnp.arange(k, width, dtype=jnp.int32), (*places.shape[:2], width - k)
+        )
         places = jnp.concatenate([places, rest], -1)
         smaller = places[..., None, :] < places[..., :, None]
-        first = jnp.sum(jnp.where(smaller, count[..., None, :], 0), -1)
+        first = jnp.sum(jnp.where(smaller, count[..., None, :], 0), -1, dtype=jnp.int32)
     return Offsets(before, first, count)
 
 

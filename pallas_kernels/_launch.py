@@ -87,7 +87,9 @@ def launch(roles: Sequence[Role], *, interpret: bool = False) -> list[list[Array
         grid_names=("programs",),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
-    flat = list(kernel(*arguments))
+    # A kernel counts in 32 bits whatever the caller's setting: that is what its references hold.
+    with jax.enable_x64(False):
+        flat = list(kernel(*arguments))
     return [[flat.pop(0) for _ in role.results] for role in roles]
 
 
@@ -98,10 +100,12 @@ def _interpreted(role: Role) -> list[Array]:
     def padded(result: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((result.shape[0] + 1, *result.shape[1:]), result.dtype)
 
-    found = pl.pallas_call(
+    call = pl.pallas_call(
         entry,
         grid=(role.programs,),
         out_shape=[padded(x) for x in role.results],
         interpret=True,
-    )(*role.arguments)
+    )
+    with jax.enable_x64(False):
+        found = call(*role.arguments)
     return [x[:-1] for x in found]

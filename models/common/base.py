@@ -14,8 +14,8 @@ from jaxtyping import Array
 import vc_jax
 
 from ..attention import AttentionControl, AttentionLike, ModelState, check_attention
-from . import checkpoint
-from .checks import Dims, check_shape
+from . import checkpoint, release
+from .checks import Dims, check_flags, check_float_dtype, check_shape
 from .schedulers import Sampling
 from .tensor_map import TensorMap
 
@@ -96,6 +96,8 @@ class VideoTransformer(nnx.Module):
     attention: AttentionLike
     scan_layers: bool
     remat: bool
+    sampling: Sampling
+    """How the model is sampled; `sampling.origins()` tells where each number came from."""
 
     def __init__(
         self,
@@ -112,12 +114,14 @@ class VideoTransformer(nnx.Module):
             raise TypeError(f"config: expected a {expected}, got {type(config).__name__}")
         check_attention(attention)
         check_attention(cross_attention, "cross_attention")
+        check_float_dtype("dtype", dtype)
         self.config = config
         self.attention = attention
         self.cross_attention = cross_attention
         self.dtype = jnp.dtype(dtype)
         self.scan_layers = scan_layers
         self.remat = remat
+        self.sampling = release.attributed(*self.release_sampling(None))
 
     @classmethod
     def from_pretrained(
@@ -127,6 +131,8 @@ class VideoTransformer(nnx.Module):
         config: Any = None,
         dtype: DTypeLike = jnp.bfloat16,
         sharding: checkpoint.ShardingLike = None,
+        sampling: Sampling | None = None,
+        variant: str | None = None,
         **options: Any,
     ) -> Self:
         """Loads safetensors, tensor by tensor, into the stacked parameters.
@@ -134,26 +140,34 @@ class VideoTransformer(nnx.Module):
         Args:
           path: a folder with `config.json` and one or more `.safetensors` (with an index when
             there are several), or one `.safetensors` file. The layout (diffusers or original)
-            is recognised by the tensors' names.
+            is recognised by the tensors' names; a prefix `model.diffusion_model.` is understood.
+            FP8 and INT8 matrices with their scales are dequantised.
           config: overrides `config.json`; needed where there is none.
           dtype: of the matrices and the computation; norms, time embeddings and what else the
             peer keeps in float32 stay float32.
           sharding: a `jax.sharding.Sharding` for every parameter, or a function of the
             parameter's dotted name and shape that returns one; None for the default device.
+          sampling: overrides what the checkpoint's files (see `release`) and the constants of the
+            release say; `model.sampling` tells where each number came from.
+          variant: which of several copies in a folder: `"ema"` for `model_ema.safetensors`,
+            `"fp16"` for `diffusion_pytorch_model.fp16.safetensors`.
           **options: further arguments of the constructor (`attention`, `scan_layers`, ...).
 
         Raises:
           FileNotFoundError: no safetensors at `path`.
           checkpoint.CheckpointError: missing, unexpected and mis-shaped tensors, all in one list.
+          NotImplementedError: a schedule or guidance beside the transformer that is not ported;
+            not with `sampling`.
           ValueError, TypeError: an unknown attention, before any file is opened; a field of the
             configuration.
         """
         for name in ("attention", "cross_attention"):
             if name in options:
                 check_attention(options[name], name)
-        reader = checkpoint.Reader(path)
+        check_float_dtype("dtype", dtype)
+        reader = checkpoint.Reader(path, variant)
         if config is None:
-            config = cls.config_class.from_dict(reader.config())
+            config = reader.config(cls.config_class)
         config = cls.adapt_config(config, reader.shapes)
         abstract = nnx.eval_shape(
             lambda: cls(config, dtype=dtype, rngs=nnx.Rngs(0), **options)  # type: ignore[call-arg]
@@ -161,6 +175,12 @@ class VideoTransformer(nnx.Module):
         name = checkpoint.detect_layout(
             {name: layout(config) for name, layout in cls.layouts.items()}, reader
         )
+        if sampling is None:
+            files = release.Files(reader.folder)
+            constants = abstract.release_sampling(files)
+            said = release.settings(constants[0], files)
+            sampling = release.attributed(*constants, said)
+        abstract.sampling = sampling
         return checkpoint.load(abstract, cls.layouts[name](config), reader, sharding)
 
     @classmethod
@@ -172,6 +192,9 @@ class VideoTransformer(nnx.Module):
         self, path: str | Path, *, layout: str = "diffusers", max_shard_bytes: int = 5 * 10**9
     ) -> None:
         """Writes `config.json` and safetensors in a layout; loading them again is exact.
+
+        Files beside the transformer (scheduler, guider, index), from which `sampling` may come, are
+        not written: copy them, or pass `sampling=` when loading.
 
         Args:
           path: a folder, created if needed.
@@ -201,9 +224,13 @@ class VideoTransformer(nnx.Module):
         graphdef, parameters = nnx.split(self.blocks)
         return nnx.merge(graphdef, _slice(parameters, index))
 
-    @property
-    def sampling(self) -> Sampling:
-        """The release's own sampling settings."""
+    def release_sampling(self, files: release.Files | None) -> tuple[Sampling, str]:
+        """The constants of the release that the configuration belongs to, and its name.
+
+        Args:
+          files: what stands around the checkpoint, where it tells releases apart; None for a model
+            that comes from no checkpoint.
+        """
         raise NotImplementedError
 
     def conditioning_keys(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -246,6 +273,8 @@ class VideoTransformer(nnx.Module):
         for name, value in conditioning.items():
             if name in shapes and value is not None:
                 check_shape(f"conditioning[{name!r}]", value, shapes[name])
+                if name.endswith("_mask"):
+                    check_flags(f"conditioning[{name!r}]", value)
 
     def sampling_state(self, latents: Latents, conditioning: dict[str, Any]) -> ModelState:
         """A fresh state for sampling these latents (both guided halves)."""
@@ -254,6 +283,11 @@ class VideoTransformer(nnx.Module):
     def impose[Value: Latents](self, latents: Value, conditioning: dict[str, Any]) -> Value:
         """Latents with the parts put in that the conditioning gives."""
         return latents
+
+    @property
+    def needs_next_time(self) -> bool:
+        """Whether `denoise` has to be told the time after the step too, as `next_time`."""
+        return False
 
     def denoise(
         self,

@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from . import quantised, weight_files
+from .release import pointer_hint, read_json
 from .tensor_map import Entry, Shape, TensorMap
 
 ShardingLike = Sharding | Callable[[str, Shape], Sharding] | None
@@ -37,42 +39,130 @@ class CheckpointError(ValueError):
 
 
 class Reader:
-    """Names and shapes of the tensors under a path; reads one tensor at a time."""
+    """Names and shapes of a transformer's tensors under a path; reads one tensor at a time.
 
-    def __init__(self, path: str | Path):
+    Args:
+      path, variant: see `weight_files.choose`.
+
+    Attributes:
+      folder: of the files.
+      shapes: by name, without a single-file checkpoint's prefix; quantised matrices by the names
+        of the matrices that they stand for.
+
+    Raises:
+      FileNotFoundError, ValueError: see `weight_files.choose`; files that hold the same tensor.
+    """
+
+    def __init__(self, path: str | Path, variant: str | None = None):
         self.path = Path(path)
-        files = [self.path] if self.path.is_file() else self._files()
-        if not files:
-            raise FileNotFoundError(f"path: no .safetensors file at {self.path}")
-        self._open = {file: safe_open(file, "np") for file in files}
+        self.folder = self.path.parent if self.path.is_file() else self.path
+        files = weight_files.choose(self.path, variant)
+        self._open = {file: _opened(file) for file in files}
+        self._headers: dict[Path, dict[str, Any]] = {}
         self._file_of: dict[str, Path] = {}
-        self.shapes: dict[str, Shape] = {}
         for file, handle in self._open.items():
             for name in handle.keys():  # noqa: SIM118 (not a dict)
+                if name in self._file_of:
+                    raise ValueError(_copies(name, self._file_of[name], file))
                 self._file_of[name] = file
-                self.shapes[name] = tuple(handle.get_slice(name).get_shape())
+        self._named = weight_files.transformer_names(list(self._file_of))
+        slices = {
+            name: self._open[self._file_of[raw]].get_slice(raw) for name, raw in self._named.items()
+        }
+        shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
+        dtypes = {name: part.get_dtype() for name, part in slices.items()}
+        self._stored = quantised.stored(shapes, dtypes)
+        self._dtypes = dtypes
+        self._unread = {
+            name: problem
+            for name, entry in self._stored.items()
+            if (problem := quantised.check(name, entry, shapes, dtypes))
+        }
+        self.shapes: dict[str, Shape] = {
+            name: shapes[entry.tensor] for name, entry in self._stored.items()
+        }
 
-    def _files(self) -> list[Path]:
-        """The files that the index names, or all of the folder where there is no index."""
-        indices = sorted(self.path.glob("*.safetensors.index.json"))
-        if len(indices) > 1:
-            raise ValueError(f"path: several indices in {self.path}: {[i.name for i in indices]}")
-        if indices:
-            names = set(json.loads(indices[0].read_text())["weight_map"].values())
-            absent = sorted(name for name in names if not (self.path / name).is_file())
-            if absent:
-                raise FileNotFoundError(f"path: {indices[0].name} names absent files {absent}")
-            return [self.path / name for name in sorted(names)]
-        return sorted(self.path.glob("*.safetensors"))
+    def config(self, kind: Any) -> Any:
+        """The configuration beside the tensors, as an instance of a class with `from_dict`.
 
-    def config(self) -> dict[str, Any]:
-        file = (self.path if self.path.is_dir() else self.path.parent) / "config.json"
+        Raises:
+          FileNotFoundError, ValueError, NotImplementedError: no such file, no JSON, a field that
+            is missing, of another kind or out of range; names the file.
+        """
+        file = self.folder / "config.json"
         if not file.is_file():
             raise FileNotFoundError(f"config: no {file}; pass config=")
-        return json.loads(file.read_text())
+        values = read_json(file)
+        try:
+            return kind.from_dict(values)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"config: {file}: {error}") from error
+
+    def check(self, names: Iterable[str]) -> None:
+        """Refuses tensors whose numbers cannot be read.
+
+        Raises:
+          ValueError: names them.
+        """
+        problems = []
+        for name in names:
+            note, problem = self._stored[name].note, self._unread.get(name)
+            if note is not None and problem is None:
+                problem = quantised.check_note(note, self._tensor(note).tobytes())
+            problems += [problem] if problem else []
+        if problems:
+            more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+            raise ValueError(f"{self.path}: {problems[0]}{more}")
 
     def read(self, name: str) -> np.ndarray:
-        return self._open[self._file_of[name]].get_tensor(name)
+        """A tensor's numbers: in its own dtype, or in float32 where the file scales it."""
+        entry = self._stored[name]
+        tensor = self._tensor(entry.tensor)
+        if entry.scale is None:
+            return tensor
+        return quantised.dequantised(tensor, self._tensor(entry.scale))
+
+    def _tensor(self, name: str) -> np.ndarray:
+        raw = self._named[name]
+        file = self._file_of[raw]
+        if self._dtypes[name] in quantised.FP8:
+            return self._fp8(file, raw)
+        return self._open[file].get_tensor(raw)
+
+    def _fp8(self, file: Path, name: str) -> np.ndarray:
+        """safetensors' own reading into NumPy knows no FP8. A file is the header's length in 8
+        bytes, the header as JSON, and the tensors at offsets from its end."""
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if file not in self._headers:
+                self._headers[file] = json.loads(stream.read(length))
+            entry = self._headers[file][name]
+            begin, end = entry["data_offsets"]
+            stream.seek(8 + length + begin)
+            data = np.frombuffer(stream.read(end - begin), quantised.FP8[entry["dtype"]])
+        return data.reshape(entry["shape"])
+
+
+def _copies(name: str, first: Path, second: Path) -> str:
+    copies = sorted({weight_files.copy_name(file) for file in (first, second)})
+    chosen = " or ".join(map(repr, copies))
+    hint = f": two copies of a model and no index; pass variant={chosen}"
+    both = f"path: {first.name} and {second.name} in {first.parent} both hold {name!r}"
+    return both + (hint if len(copies) > 1 else "")
+
+
+def _opened(file: Path) -> Any:
+    """An open safetensors file.
+
+    Raises:
+      ValueError: it is none, or not all of it is there; names the file.
+    """
+    try:
+        return safe_open(file, "np")
+    except SafetensorError as error:
+        raise ValueError(
+            f"path: {file} is not a whole safetensors file{pointer_hint(file)}: {error}"
+        ) from error
 
 
 def detect_layout(layouts: dict[str, TensorMap], reader: Reader) -> str:
@@ -115,8 +205,10 @@ def load[Model: nnx.Module](
 
     Raises:
       CheckpointError: see `check`.
+      ValueError: tensors whose numbers cannot be read (INT8 without its scale).
     """
     check(layout, reader.shapes)
+    reader.check(name for entry in layout.entries for name, _ in entry.tensors())
     graphdef, state = nnx.split(abstract)
     parameters = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
     for entry in layout.entries:

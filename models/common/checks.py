@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jaxtyping import Array, Bool, Float
 
 Dims = Mapping[str, int | None]
-"""Names and sizes of an array's axes, in order; None stands for any size."""
+"""Names and sizes of an array's axes, in order; None stands for any size from 1."""
 
 
 def check_shape(name: str, array: Any, *expected: Dims) -> None:
@@ -31,7 +32,8 @@ def check_shape(name: str, array: Any, *expected: Dims) -> None:
     for dims in expected:
         sizes = tuple(dims.values())
         if len(shape) == len(sizes) and all(
-            want is None or got == want for got, want in zip(shape, sizes, strict=True)
+            got == want or (want is None and got > 0)
+            for got, want in zip(shape, sizes, strict=True)
         ):
             return
     wanted = " or ".join(_described(dims) for dims in expected)
@@ -41,6 +43,49 @@ def check_shape(name: str, array: Any, *expected: Dims) -> None:
 def _described(dims: Dims) -> str:
     axes = (name if size is None else f"{name}={size}" for name, size in dims.items())
     return f"[{', '.join(axes)}]"
+
+
+def check_flags(name: str, flags: Any) -> None:
+    """Refuses what a cast to bool would silently turn into something else, as an additive mask.
+
+    Raises:
+      ValueError: known values other than 0 and 1 (or False and True); names the argument.
+    """
+    if isinstance(flags, (Tracer, jax.ShapeDtypeStruct)):
+        return
+    known = np.asarray(flags)
+    if known.dtype != bool and not np.all((known == 0) | (known == 1)):
+        raise ValueError(f"{name}: expected only 0 and 1 (or False and True); 1 keeps a row")
+
+
+def keep_mask(
+    name: str, mask: Any, rows: Float[Array, "b l d"]
+) -> tuple[Bool[Array, "b l"], Float[Array, "b l d"]]:
+    """A mask as bool, and the rows that it is of: NaN where a traced mask of an item is no mask.
+
+    Raises:
+      ValueError: as `check_flags`.
+    """
+    check_flags(name, mask)
+    mask = jnp.asarray(mask)
+    if mask.dtype == bool:
+        return mask, rows
+    wrong = ~jnp.all((mask == 0) | (mask == 1), axis=1)
+    return mask != 0, jnp.where(wrong[:, None, None], jnp.nan, rows)
+
+
+def check_float_dtype(name: str, dtype: Any) -> None:
+    """Refuses a dtype that is not of floating-point numbers.
+
+    Raises:
+      ValueError: names the argument.
+    """
+    try:
+        floating = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:
+        floating = False
+    if not floating:
+        raise ValueError(f"{name}: expected a float type, got {dtype!r}")
 
 
 def check_index(name: str, index: Any, size: int | None) -> None:
@@ -84,7 +129,8 @@ def check_fields(config: Any, *, any_sign: Collection[str] = ()) -> None:
     """Refuses values of a dataclass's fields that do not fit the fields' types.
 
     An `int` is at least 1, a `float` is finite and positive, a tuple holds such values; `None` is
-    taken where the type says so. A list, as JSON has it, becomes a tuple.
+    taken where the type says so. A list, as JSON has it, becomes a tuple. Fields that take no part
+    in comparisons are notes, not values.
 
     Args:
       config: the dataclass.
@@ -94,6 +140,8 @@ def check_fields(config: Any, *, any_sign: Collection[str] = ()) -> None:
       ValueError: names the field.
     """
     for field in dataclasses.fields(config):
+        if not field.compare:
+            continue
         value, kind = getattr(config, field.name), field.type
         if isinstance(value, list) and typing.get_origin(kind) is tuple:
             value = tuple(value)

@@ -37,6 +37,7 @@ class Sampling:
         projection on the conditional one (Fan et al., "CFG-Zero*", 2025).
       boundary: share of the timesteps from which on the high-noise expert runs (Wan2.2-A14B).
       audio_shift: shift of the audio rows' own schedule (MiniMax-H3).
+      sources: (field, value, where it came from); see `origins`.
 
     Raises:
       ValueError: a field out of range, by name.
@@ -52,6 +53,9 @@ class Sampling:
     guidance_form: Literal["cfg", "cfg_zero"] = "cfg"
     boundary: float | None = None
     audio_shift: float | None = None
+    sources: tuple[tuple[str, Any, str], ...] = dataclasses.field(
+        default=(), compare=False, repr=False
+    )
 
     def __post_init__(self):
         check_fields(self, any_sign=("guidance", "guidance_high_noise"))
@@ -59,6 +63,23 @@ class Sampling:
             raise ValueError(f"order: expected 1, 2 or 3, got {self.order}")
         if self.boundary is not None and self.boundary >= 1:
             raise ValueError(f"boundary: expected a number between 0 and 1, got {self.boundary}")
+
+    def origins(self) -> dict[str, str]:
+        """Where each number comes from: a file of the checkpoint and its field, a constant of the
+        named release, or `"the caller"` (also what `dataclasses.replace` has changed)."""
+        recorded = {name: (value, where) for name, value, where in self.sources}
+        origins = {}
+        for field in dataclasses.fields(self):
+            if field.name != "sources":
+                value, where = recorded.get(field.name, (None, "the caller"))
+                same = value == getattr(self, field.name)
+                origins[field.name] = where if same else "the caller"
+        return origins
+
+    def __str__(self) -> str:
+        """One line a number: its name, its value and where it comes from."""
+        lines = [f"{name}: {getattr(self, name)} ({o})" for name, o in self.origins().items()]
+        return "\n".join(lines)
 
     def sigmas(self, shift: float | None = None) -> Float[np.ndarray, "steps_plus_1"]:
         """σ before each step and after the last, float64."""
@@ -78,6 +99,10 @@ class Sampling:
         if self.grid == "wan":
             return np.floor(sigmas * TRAIN_STEPS)
         return sigmas * TRAIN_STEPS
+
+    def next_timesteps(self, shift: float | None = None) -> Float[np.ndarray, "steps"]:
+        """What the model would be told after each step; after the last one, of the data."""
+        return np.append(self.timesteps(shift)[1:], 1.0 if self.grid == "minimax" else 0.0)
 
     def high_noise(self) -> np.ndarray:
         """bool [steps]: where the high-noise expert runs (everywhere without a boundary)."""

@@ -8,6 +8,8 @@ prefix length says the same as the peer's dense mask: the joint attention takes
 
 import dataclasses
 import math
+import re
+from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
@@ -29,9 +31,16 @@ from ..attention import (
 )
 from ..common import checks, layers
 from ..common.base import VideoTransformer, run_blocks, stack_blocks
+from ..common.release import Files
 from ..common.schedulers import Sampling
 from . import tensors
-from .config import SAMPLING_480P, HunyuanVideo15Config
+from .config import (
+    SAMPLING_480P,
+    SAMPLING_720P_I2V,
+    SAMPLING_720P_T2V,
+    SAMPLING_STEP_DISTILLED,
+    HunyuanVideo15Config,
+)
 from .text import ByT5Projection, ImageProjection, Refiner
 
 Rows = tuple[Array, Array]
@@ -137,12 +146,25 @@ class HunyuanVideo15(VideoTransformer):
     def adapt_config(
         cls, config: HunyuanVideo15Config, shapes: dict[str, tuple[int, ...]]
     ) -> HunyuanVideo15Config:
-        """The widths of the byT5 projection do not stand in every configuration file."""
+        """The released configurations do not say how wide the byT5 projection is, those in the
+        original layout not how deep and wide the refiner."""
+        found: dict[str, Any] = {}
         for name in ("context_embedder_2.linear_1.weight", "byt5_in.fc1.weight"):
-            if name in shapes:
-                hidden, rows = shapes[name]
-                return dataclasses.replace(config, byt5_hidden=hidden, byt5_dim=rows)
-        return config
+            if name in shapes and len(shapes[name]) == 2:
+                found["byt5_hidden"], found["byt5_dim"] = shapes[name]
+        for block, fc_in in (
+            ("context_embedder.token_refiner.refiner_blocks", "ff.net.0.proj"),
+            ("txt_in.individual_token_refiner.blocks", "mlp.fc1"),
+        ):
+            layers = {
+                name for name in shapes if re.fullmatch(rf"{block}\.\d+\.norm1\.weight", name)
+            }
+            if layers:
+                found["num_refiner_layers"] = len(layers)
+            inner = shapes.get(f"{block}.0.{fc_in}.weight")
+            if inner and inner[0] != int(config.hidden * config.refiner_mlp_ratio):
+                found["refiner_mlp_ratio"] = inner[0] / config.hidden
+        return dataclasses.replace(config, **found)
 
     def time_embedding(
         self, timestep: ArrayLike, timestep_r: ArrayLike | None = None
@@ -170,7 +192,9 @@ class HunyuanVideo15(VideoTransformer):
     ) -> tuple[Float[Array, "b l d"], Int[Array, "b"]]:
         """The text stream's input, valid rows first, and how many of them are valid."""
         attention = attention_function(self.cross_attention, "cross_attention")
-        masks = [text_mask.astype(bool), byt5_mask.astype(bool)]
+        keep, text = checks.keep_mask("text_mask", text_mask, text)
+        keep_byt5, byt5 = checks.keep_mask("byt5_mask", byt5_mask, byt5)
+        masks = [keep, keep_byt5]
         # An item without image rows (all zero) keeps them as pads, as in the peer.
         has_image = jnp.any(image != 0, axis=(1, 2))
         masks.append(jnp.broadcast_to(has_image[:, None], image.shape[:2]))
@@ -295,9 +319,25 @@ class HunyuanVideo15(VideoTransformer):
         return shapes
 
     @property
-    def sampling(self) -> Sampling:
-        """For 480p; 720p differs in the shift (`SAMPLING_720P_T2V`, `SAMPLING_720P_I2V`)."""
-        return SAMPLING_480P
+    def needs_next_time(self) -> bool:
+        return self.config.use_meanflow
+
+    def release_sampling(self, files: Files | None) -> tuple[Sampling, str]:
+        """The authors' configurations do not say that a model is distilled; folders' names do."""
+        config = self.config
+        if config.use_meanflow:
+            return SAMPLING_STEP_DISTILLED, "HunyuanVideo-1.5, step-distilled (use_meanflow)"
+        if config.target_size < 960:
+            sampling, name = SAMPLING_480P, "480p"
+        elif config.task == "t2v":
+            sampling, name = SAMPLING_720P_T2V, "720p from text"
+        else:
+            sampling, name = SAMPLING_720P_I2V, "720p from an image"
+        folder = files.folder if files else Path()
+        if "distilled" in (folder.parent.name if folder.name == "transformer" else folder.name):
+            sampling = dataclasses.replace(sampling, guidance=1.0)
+            name = f"{name}, distilled (by the folder's name)"
+        return sampling, f"HunyuanVideo-1.5 {name}"
 
     def conditioning_keys(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         return ("condition", "text", "text_mask", "byt5", "byt5_mask", "image"), ()
@@ -323,13 +363,18 @@ class HunyuanVideo15(VideoTransformer):
         time: Array,
         conditioning: dict[str, Array],
         control: AttentionControl,
+        *,
+        next_time: Array | None = None,
     ) -> tuple[Array, ModelState | None]:
         """One evaluation for the sampler. `conditioning`: `condition` [B, 33, T, H, W] (condition
-        latents and mask), `text`, `text_mask`, `byt5`, `byt5_mask`, `image`."""
+        latents and mask), `text`, `text_mask`, `byt5`, `byt5_mask`, `image`. A MeanFlow model
+        predicts the mean velocity between `time` and `next_time`, the time after the step."""
         self.check_conditioning(conditioning)
         rest = dict(conditioning)
         condition = rest.pop("condition").astype(latents.dtype)
         latents = jnp.concatenate([latents, condition], axis=1)
         timestep = jnp.broadcast_to(time, (latents.shape[0],))
-        out = self(latents, timestep, **rest, control=control)
+        if next_time is not None:
+            next_time = jnp.broadcast_to(next_time, (latents.shape[0],))
+        out = self(latents, timestep, **rest, timestep_r=next_time, control=control)
         return out if control.state is not None else (out, None)

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from ..common import checks
+from ..common.configuration import Fields
 from ..common.schedulers import Sampling
 
 
@@ -59,9 +60,10 @@ class LongCatVideoConfig:
 
         Raises:
           ValueError: patches in time (the release has none, and frames carry a timestep each), or
-            a field out of range.
+            a field out of range; another model's configuration.
         """
-        patch = tuple(config.get("patch_size", (1, 2, 2)))
+        config = Fields(config, "LongCat-Video", _CLASS_NAMES, {"audio_window": None})
+        patch = config.three("patch_size", (1, 2, 2))
         if patch[0] != 1:
             raise ValueError(f"patch_size: expected 1 in time, got {patch}")
         heads = "num_heads" if "num_heads" in config else "num_attention_heads"
@@ -77,6 +79,8 @@ class LongCatVideoConfig:
             mlp_ratio=config["mlp_ratio"],
             patch=patch,
             attend_text_pads=config.get("text_tokens_zero_pad", True),
+            epsilon=config.get("epsilon", 1e-6),
+            rope_theta=config.get("rope_theta", 10_000.0),
         )
 
     def to_dict(self, layout: str) -> dict[str, Any]:
@@ -94,11 +98,15 @@ class LongCatVideoConfig:
             "mlp_ratio": self.mlp_ratio,
             "patch_size": list(self.patch),
             "text_tokens_zero_pad": self.attend_text_pads,
+            "epsilon": self.epsilon,
+            "rope_theta": self.rope_theta,
         }
 
+
+_CLASS_NAMES = ("LongCatVideoTransformer3DModel", "LongCatTransformer3DModel")
 
 LONGCAT_VIDEO = LongCatVideoConfig()
 
 LONGCAT_VIDEO_SAMPLING = Sampling(
-    num_steps=50, shift=1.0, grid="longcat", guidance=4.0, guidance_form="cfg_zero"
+    num_steps=50, shift=12.0, grid="longcat", guidance=4.0, guidance_form="cfg_zero"
 )

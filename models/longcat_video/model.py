@@ -26,6 +26,7 @@ from ..attention import (
 )
 from ..common import checks, layers
 from ..common.base import VideoTransformer, run_blocks, stack_blocks
+from ..common.release import Files
 from ..common.schedulers import Sampling
 from . import tensors
 from .block import KVCache, LongCatBlock
@@ -83,10 +84,10 @@ class LongCatVideo(VideoTransformer):
 
     def context(self, text: Array, text_mask: Array | None) -> tuple[Array, Array | None]:
         """Projected text rows, and the mask that the cross-attention has to apply."""
-        rows = self.text_mlp(text.astype(self.dtype))
         if text_mask is None:
-            return rows, None
-        keep = text_mask.astype(bool)
+            return self.text_mlp(text.astype(self.dtype)), None
+        keep, text = checks.keep_mask("text_mask", text_mask, text)
+        rows = self.text_mlp(text.astype(self.dtype))
         rows = jnp.where(keep[..., None], rows, 0)
         return rows, None if self.config.attend_text_pads else keep
 
@@ -230,9 +231,8 @@ class LongCatVideo(VideoTransformer):
             attended = jnp.concatenate([of_cond, attended], axis=1)
         return attended, None if state is None else new
 
-    @property
-    def sampling(self) -> Sampling:
-        return LONGCAT_VIDEO_SAMPLING
+    def release_sampling(self, files: Files | None) -> tuple[Sampling, str]:
+        return LONGCAT_VIDEO_SAMPLING, "LongCat-Video"
 
     def conditioning_keys(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         return ("text",), ("text_mask", "cond_latents", "kv_cache")

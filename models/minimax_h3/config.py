@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 from ..common import checks
+from ..common.configuration import Fields
 from ..common.schedulers import Sampling
 
 
@@ -54,27 +55,29 @@ class MiniMaxH3Config:
         """From the `config.json` of either layout.
 
         Raises:
-          KeyError: a size that the configuration does not give.
-          ValueError: a field out of range.
+          ValueError: a size that the configuration does not give, another model's configuration,
+            or a field out of range.
         """
+        config = Fields(config, "MiniMax-H3", _CLASS_NAMES, {})
         values: dict[str, Any] = {}
         for field in dataclasses.fields(cls):
             names = _NAMES.get(field.name, (field.name,))
             found = [name for name in names if name in config]
-            if found:
-                values[field.name] = config[found[0]]
-            elif field.name not in _OPTIONAL:
-                raise KeyError(f"{names[0]} is not in the config")
-        values["patch"] = tuple(values.get("patch", (1, 2, 2)))
+            if found or field.name not in _OPTIONAL:
+                values[field.name] = config[(*found, *names)[0]]
+        values["patch"] = config.three("patch_size", (1, 2, 2))
         return cls(**values)
 
     def to_dict(self, layout: str) -> dict[str, Any]:
         index = 1 if layout == "original" else 0
         values = dataclasses.asdict(self)
-        return {"_class_name": "MiniMaxH3Transformer3DModel"} | {
+        return {"_class_name": _CLASS_NAMES[index]} | {
             _NAMES[name][index] if name in _NAMES else name: value for name, value in values.items()
         }
 
+
+# In diffusers' and in the authors' layout.
+_CLASS_NAMES = ("MiniMaxH3Transformer3DModel", "MiniMaxH3DiTModel")
 
 # Names of a field in the diffusers and in the original configuration, where they differ from ours.
 _NAMES = {

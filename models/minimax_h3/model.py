@@ -29,6 +29,7 @@ from ..attention import (
 )
 from ..common import checks, layers
 from ..common.base import VideoTransformer, run_blocks, stack_blocks
+from ..common.release import Files
 from ..common.schedulers import Sampling
 from . import tensors
 from .config import MINIMAX_H3_SAMPLING, MiniMaxH3Config
@@ -230,12 +231,14 @@ class MiniMaxH3(VideoTransformer):
             outs.append(head(y))
         return tuple(outs) if control.state is None else (*outs, state)
 
-    @property
-    def sampling(self) -> Sampling:
-        return MINIMAX_H3_SAMPLING
+    def release_sampling(self, files: Files | None) -> tuple[Sampling, str]:
+        return MINIMAX_H3_SAMPLING, "MiniMax-H3"
 
     def _row_shapes(self, batch: int | None, layout: PackedLayout) -> dict[str, checks.Dims]:
         config = self.config
+        for name in ("text_indices", "audio_indices", "video_indices"):
+            if len(getattr(layout, name)) == 0:
+                raise ValueError(f"layout.{name}: expected at least one row")
         widths = {
             "video": ("patch_features", config.patch_features),
             "audio": ("audio_channels", config.audio_channels),

@@ -61,8 +61,14 @@ def packed_layout(
       audio_channels: 2 for stereo.
 
     Raises:
-      ValueError: a grid that the patch does not divide, or another keyframe name.
+      ValueError: a grid that the patch does not divide, another keyframe name, or no rows of text,
+        audio or video.
     """
+    counts = {"num_audio_latents": num_audio_latents, "audio_channels": audio_channels}
+    counts |= {"text_tags": len(text_tags), "grid": min(grid)}
+    for name, count in counts.items():
+        if count < 1:
+            raise ValueError(f"{name}: expected at least one row, got {count}")
     if any(size % step for size, step in zip(grid, patch, strict=True)):
         raise ValueError(f"grid: {grid} is not divisible by the patch {patch}")
     unknown = sorted(set(keyframes) - {"first", "last"})

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from ..common import checks
+from ..common.configuration import Fields
 from ..common.schedulers import Sampling
 
 
@@ -49,10 +50,12 @@ class WanConfig:
 
         Raises:
           NotImplementedError: a Wan variant with image cross-attention (Wan2.1 I2V).
-          ValueError: another normalisation of queries and keys, or a field out of range.
+          NotImplementedError: VACE, Animate, S2V and other models built on Wan, by a field that
+            only they have.
+          ValueError: another model's configuration, another normalisation of queries and keys, or
+            a field out of range.
         """
-        if config.get("image_dim") or config.get("added_kv_proj_dim"):
-            raise NotImplementedError("image_dim: Wan2.1 image cross-attention is not supported")
+        config = Fields(config, "Wan", _CLASS_NAMES, _FEATURES)
         if config.get("model_type") not in (None, "t2v", "i2v", "ti2v"):
             raise NotImplementedError(f"model_type: {config['model_type']!r} is not supported")
         if config.get("qk_norm", "rms_norm_across_heads") not in (True, "rms_norm_across_heads"):
@@ -70,9 +73,10 @@ class WanConfig:
             out_channels=config["out_dim" if original else "out_channels"],
             text_dim=config.get("text_dim", 4096),
             freq_dim=config.get("freq_dim", 256),
-            patch=tuple(config.get("patch_size", (1, 2, 2))),
+            patch=config.three("patch_size", (1, 2, 2)),
             cross_attn_norm=config.get("cross_attn_norm", True),
             epsilon=config.get("eps", 1e-6),
+            rope_theta=config.get("rope_theta", 10_000.0),
         )
 
     def to_dict(self, layout: str) -> dict[str, Any]:
@@ -84,6 +88,7 @@ class WanConfig:
             "patch_size": list(self.patch),
             "cross_attn_norm": self.cross_attn_norm,
             "eps": self.epsilon,
+            "rope_theta": self.rope_theta,
         }
         if layout == "original":
             kind = {36: "i2v", 48: "ti2v"}.get(self.in_channels, "t2v")
@@ -106,6 +111,20 @@ class WanConfig:
         }
 
 
+_CLASS_NAMES = ("WanTransformer3DModel", "WanModel")
+# Image cross-attention (Wan2.1 I2V), learned positions, VACE, Animate, S2V.
+_FEATURES = {
+    "image_dim": None,
+    "added_kv_proj_dim": None,
+    "pos_embed_seq_len": None,
+    "vace_layers": None,
+    "vace_in_channels": None,
+    "vace_in_dim": None,
+    "motion_encoder_dim": None,
+    "face_encoder_hidden_dim": None,
+    "audio_dim": None,
+}
+
 T2V_A14B = WanConfig(num_layers=40, num_heads=40, ffn_dim=13824)
 
 I2V_A14B = dataclasses.replace(T2V_A14B, in_channels=36)
@@ -125,3 +144,5 @@ I2V_A14B_SAMPLING = dataclasses.replace(
     T2V_A14B_SAMPLING, shift=5.0, guidance=3.5, guidance_high_noise=3.5, boundary=0.9
 )
 TI2V_5B_SAMPLING = Sampling(num_steps=50, shift=5.0, grid="wan", solver="unipc", guidance=5.0)
+WAN_2_1_SAMPLING = TI2V_5B_SAMPLING
+"""One transformer of the A14B models' shape; its files name the shift (3 for 480p)."""

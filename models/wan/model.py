@@ -29,9 +29,16 @@ from ..attention import (
 )
 from ..common import checks, layers
 from ..common.base import VideoTransformer, run_blocks, stack_blocks
+from ..common.release import Files
 from ..common.schedulers import Sampling
 from . import tensors
-from .config import I2V_A14B_SAMPLING, T2V_A14B_SAMPLING, TI2V_5B_SAMPLING, WanConfig
+from .config import (
+    I2V_A14B_SAMPLING,
+    T2V_A14B_SAMPLING,
+    TI2V_5B_SAMPLING,
+    WAN_2_1_SAMPLING,
+    WanConfig,
+)
 
 
 class WanBlock(nnx.Module):
@@ -219,11 +226,15 @@ class Wan(VideoTransformer):
         out = layers.unpatchify(rows, grid, config.patch, channels_first=False)
         return out if control.state is None else (out, state)
 
-    @property
-    def sampling(self) -> Sampling:
-        return {36: I2V_A14B_SAMPLING, 48: TI2V_5B_SAMPLING}.get(
-            self.config.in_channels, T2V_A14B_SAMPLING
-        )
+    def release_sampling(self, files: Files | None) -> tuple[Sampling, str]:
+        if self.config.in_channels == 48:
+            return TI2V_5B_SAMPLING, "Wan2.2-TI2V-5B"
+        index = files.index() if files else None
+        if index and index[0].get("boundary_ratio") is None:
+            return WAN_2_1_SAMPLING, "Wan2.1 (model_index.json has no boundary_ratio)"
+        if self.config.in_channels == 36:
+            return I2V_A14B_SAMPLING, "Wan2.2-I2V-A14B"
+        return T2V_A14B_SAMPLING, "Wan2.2-T2V-A14B"
 
     def conditioning_keys(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         if self.config.in_channels > self.config.out_channels:

@@ -1,6 +1,5 @@
-"""Masks and lengths: which forms are taken, and that any pattern of keys is exact."""
+"""Masks and lengths: which forms are taken. What they do is in `tests/promises`."""
 
-import dataclasses
 import functools
 
 import jax
@@ -12,115 +11,7 @@ import pytest
 import vc_jax
 
 from . import oracles
-from .cases import (
-    CONFIGS,
-    ERROR,
-    LENGTHS,
-    PRESETS,
-    attend,
-    attend_ragged,
-    lse_error,
-    ragged,
-    relative_l2,
-    same_bytes,
-    video_like,
-)
-
-PATTERN = np.random.default_rng(0).random((6, 300)) < 0.5
-PATTERN[0] = False
-PATTERN[1] = True
-PATTERN[2] = np.arange(300) == 299
-PATTERN[3] = np.arange(300) >= 170
-
-
-MASKED = [*PRESETS, "int8 bare"]
-"""One that does not sort its values as well: there the mask alone orders the keys."""
-
-
-def attend_masked(name, inputs, keep, **changes):
-    """The one compiled masked call per configuration: output and lse."""
-    mask = jnp.asarray(keep)[:, None, None, :]
-    config = dataclasses.replace(CONFIGS[name], **changes)
-    return attend(*inputs, config=config, mask=mask, return_residual=True)
-
-
-@pytest.mark.parametrize("name", MASKED)
-def test_any_pattern_of_keys_is_exact(name):
-    out, lse = attend_masked(name, ragged(), PATTERN)
-    want, want_lse = oracles.attention(*ragged(), key_valid=PATTERN)
-    assert relative_l2(out, want) < ERROR[name]
-    bounds = {"bf16": 2e-6, "int8": 0.05, "fp8": 0.06, "nvfp4": 0.15, "int8 bare": 0.08}
-    assert lse_error(lse, want_lse) < bounds[name]
-    assert (np.asarray(out)[0] == 0).all()
-    assert np.isneginf(np.asarray(lse)[0]).all()
-
-
-@pytest.mark.parametrize("name", MASKED)
-def test_bytes_of_masked_keys_change_nothing(name):
-    query, key, value = ragged()
-    clean = attend_masked(name, ragged(), PATTERN)
-    for garbage in (np.nan, np.inf, -3e38):
-        keep = PATTERN[:, :, None, None]
-        dirty = (query, jnp.where(keep, key, garbage), jnp.where(keep, value, garbage))
-        same_bytes(clean, attend_masked(name, dirty, PATTERN))
-
-
-@pytest.mark.parametrize("name", MASKED)
-def test_where_the_masked_keys_lie_does_not_matter(name):
-    """Valid keys keep their order: scattered among invalid ones or in front of them all.
-
-    Where a Lloyd step looks at a part of the keys, it counts the masked ones too.
-    """
-    query, key, value = ragged()
-    config = CONFIGS[name]
-    every = {"lloyd_stride": 1} if config.clustered else {}
-    order = np.argsort(~PATTERN, axis=1, kind="stable")
-    front = [
-        jnp.asarray(np.take_along_axis(np.asarray(x), order[..., None, None], 1))
-        for x in (key, value)
-    ]
-    packed = np.take_along_axis(PATTERN, order, 1)
-    scattered = attend_masked(name, ragged(), PATTERN, **every)
-    in_front = attend_masked(name, (query, *front), packed, **every)
-    # Sums over all tokens run in another order, so a code may flip.
-    assert relative_l2(in_front[0], scattered[0]) < 2e-3
-    assert lse_error(in_front[1], scattered[1]) < 2e-3
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_permuting_keys_together_with_their_mask_leaves_the_attention(name):
-    query, key, value = ragged()
-    shuffle = np.random.default_rng(1).permutation(300)
-    shuffled = (query, key[:, shuffle], value[:, shuffle])
-    first, lse = attend_masked(name, ragged(), PATTERN)
-    second, shuffled_lse = attend_masked(name, shuffled, PATTERN[:, shuffle])
-    assert relative_l2(second, first) < 2 * ERROR[name]
-    assert lse_error(shuffled_lse, lse) < {"bf16": 2e-6, "nvfp4": 0.15}.get(name, 0.05)
-
-
-@pytest.mark.parametrize("name", ["bf16", "int8"])
-def test_a_mask_that_is_a_prefix_is_the_length(name):
-    by_mask = attend_masked(name, ragged(), oracles.prefix(LENGTHS, 300))
-    by_length = attend_ragged(name, ragged(), query_lengths=np.full(6, 9))
-    assert relative_l2(by_mask[0], by_length[0]) < 1e-3
-    assert lse_error(by_mask[1], by_length[1]) < 1e-3
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_partial_results_over_two_pieces_of_the_keys_merge(name):
-    """By their normalisers; the bias of decoded row sums cancels between them."""
-    first = np.broadcast_to(np.arange(300) < 140, (6, 300))
-    parts = [attend_masked(name, ragged(), keep) for keep in (first, ~first)]
-    _, whole_lse = attend_masked(name, ragged(), np.ones((6, 300), bool))
-    lse = np.logaddexp(*(np.asarray(part[1], np.float64) for part in parts))
-    merged = sum(np.exp(np.asarray(p[1]) - lse)[..., None] * np.asarray(p[0]) for p in parts)
-    want, want_lse = oracles.attention(*ragged())
-    assert relative_l2(merged, want) < ERROR[name]
-    assert lse_error(lse, want_lse) < {"bf16": 2e-6, "nvfp4": 0.15}.get(name, 0.05)
-    assert np.abs(lse - np.asarray(whole_lse)).mean() < {"bf16": 1e-6, "nvfp4": 0.03}.get(
-        name, 6e-3
-    )
-
+from .cases import lse_error, relative_l2, video_like
 
 DTYPES = [bool, np.int8, np.uint8, np.int32, np.float32, np.float16, ml_dtypes.bfloat16]
 SMALL = video_like(5, 2, 3, 130, 2, 1, 16)
@@ -241,21 +132,6 @@ def test_a_concrete_mask_of_anything_but_zeros_and_ones_is_an_error(bad):
         small(*SMALL, mask=mask)
     with pytest.raises(ValueError, match="mask must hold only 0 and 1"):
         small(*SMALL, mask=np.where(np.isfinite(mask), 2 * mask, 7).astype(np.int32))
-
-
-@pytest.mark.parametrize("bad", [0.5, -1e9, np.nan])
-def test_a_traced_mask_of_anything_but_zeros_and_ones_turns_its_batch_row_to_nan(bad):
-    """It cannot raise: an additive mask taken for a boolean one must not go unseen."""
-    mask = PATTERN[:, None, None, :].astype(np.float32)
-    mask[4, 0, 0, 7] = bad
-    arguments = {"config": CONFIGS["int8"], "return_residual": True}
-    out, lse = attend(*ragged(), mask=jnp.asarray(mask), **arguments)
-    assert np.isnan(np.asarray(out)[4]).all()
-    assert np.isnan(np.asarray(lse)[4]).all()
-    rest = np.arange(6) != 4
-    clean, clean_lse = attend_masked("int8", ragged(), PATTERN)
-    same_bytes(np.asarray(out)[rest], np.asarray(clean)[rest])
-    same_bytes(np.asarray(lse)[rest], np.asarray(clean_lse)[rest])
 
 
 def test_mask_and_lengths_hold_together():

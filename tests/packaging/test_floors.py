@@ -1,6 +1,7 @@
 """Who may import whom (`docs/architecture.md`): models and benchmarks, vc_jax, pallas_kernels."""
 
 import ast
+import graphlib
 import pathlib
 from collections.abc import Iterator
 
@@ -22,11 +23,26 @@ def modules(floor: str) -> list[pathlib.Path]:
     return sorted(found)
 
 
-def imports(path: pathlib.Path) -> Iterator[str]:
-    """Absolute names of the modules and names that a file imports, by their installed names."""
+def location(path: pathlib.Path) -> tuple[str, ...]:
+    """A file's name as an installed module, a package's ending in `__init__`."""
     place = path.relative_to(ROOT).with_suffix("").parts
-    package = place[:-1] if place[0] == "vc_jax" else ("vc_jax", *place[:-1])
-    for node in ast.walk(ast.parse(path.read_text())):
+    return place if place[0] == "vc_jax" else ("vc_jax", *place)
+
+
+def run_at_import(tree: ast.AST) -> Iterator[ast.AST]:
+    """The statements that run when a module is imported: none of a function."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
+            yield node
+            yield from run_at_import(node)
+
+
+def imports(path: pathlib.Path, nodes=ast.walk) -> Iterator[str]:
+    """Absolute names of the modules and names that a file imports, by their installed names."""
+    package = location(path)[:-1]
+    for node in nodes(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -64,3 +80,27 @@ def test_every_import_names_the_installed_package(floor):
     for path in modules(floor):
         for name in imports(path):
             assert name.split(".")[0] not in FLOORS[1:], f"{path.relative_to(ROOT)} imports {name}"
+
+
+def importing(files: dict[str, pathlib.Path]) -> dict[str, set[str]]:
+    """Module -> those that it imports when it is imported itself, by the file of each name."""
+    graph = {}
+    for module, path in files.items():
+        graph[module] = set()
+        for name in imports(path, run_at_import):
+            parts = name.split(".")
+            # The longest known start: what follows is a name inside of that module.
+            starts = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+            graph[module].update([start for start in starts if start in files][:1])
+    return graph
+
+
+def test_no_module_imports_itself_through_others():
+    files = {
+        ".".join(location(path)).removesuffix(".__init__"): path
+        for floor in FLOORS
+        for path in modules(floor)
+    }
+    graph = importing(files)
+    assert "vc_jax.pallas_kernels.layout" in graph["vc_jax._dispatch"]
+    graphlib.TopologicalSorter(graph).prepare()  # raises with the circle

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from vc_jax.models.common import checkpoint
 from vc_jax.models.common.checkpoint import CheckpointError
+from vc_jax.models.hunyuan_video15 import HunyuanVideo15, HunyuanVideo15Config
 from vc_jax.models.minimax_h3 import MiniMaxH3
 from vc_jax.models.wan import Wan, WanConfig
 
@@ -54,6 +55,34 @@ def test_round_trip_is_exact(name, layout, tmp_path):
         for folder in ("first", "second")
     )
     jax.tree.map(np.testing.assert_array_equal, first, second)
+
+
+@pytest.mark.parametrize("layout", ["diffusers", "original"])
+@pytest.mark.parametrize("refiner_layers", [1, 3])
+def test_hunyuan_refiners_of_any_depth_and_width_survive(layout, refiner_layers, tmp_path):
+    config = HunyuanVideo15Config(
+        num_layers=1,
+        num_refiner_layers=refiner_layers,
+        refiner_mlp_ratio=2.5,
+        num_heads=1,
+        head_dim=6,
+        rope_axes=(2, 2, 2),
+        text_dim=4,
+        image_dim=4,
+        byt5_dim=4,
+        byt5_hidden=4,
+    )
+    port = golden.random_model(HunyuanVideo15, config, dtype=jnp.float32)
+    port.to_pretrained(tmp_path, layout=layout)
+    file = tmp_path / "config.json"
+    said = json.loads(file.read_text())
+    del said["refiner_mlp_ratio"]  # as in the releases' files
+    if layout == "original":
+        del said["num_refiner_layers"]
+    file.write_text(json.dumps(said))
+    again = HunyuanVideo15.from_pretrained(tmp_path, dtype=jnp.float32)
+    assert again.config == config
+    jax.tree.map(np.testing.assert_array_equal, *map(jax.tree.leaves, (again, port)))
 
 
 @pytest.mark.parametrize("name", golden.NAMES)

@@ -157,15 +157,73 @@ def test_configurations_read_the_released_files():
     assert LONGCAT_VIDEO.ffn_dim == 11008
 
 
+CONFIGS = {
+    "wan": T2V_A14B,
+    "hunyuan": HUNYUAN_VIDEO_15,
+    "longcat": LONGCAT_VIDEO,
+    "minimax": MINIMAX_H3,
+}
+
+
+@pytest.mark.parametrize("layout", ["diffusers", "original"])
+@pytest.mark.parametrize("of", list(CONFIGS))
+@pytest.mark.parametrize("given", list(CONFIGS))
+def test_another_models_configuration_is_refused_in_one_line(of, given, layout):
+    written = CONFIGS[given].to_dict(layout)
+    reader = type(CONFIGS[of])
+    if of == given:
+        assert reader.from_dict(written) == CONFIGS[of]
+        return
+    with pytest.raises(ValueError, match="_class_name: expected") as named:
+        reader.from_dict(written)
+    assert written["_class_name"] in str(named.value)
+    del written["_class_name"]
+    with pytest.raises(ValueError, match=r"configuration of|qk_norm: expected") as unnamed:
+        reader.from_dict(written)
+    for error in (named, unnamed):
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("class_name", "fields"),
+    [
+        ("WanVACETransformer3DModel", {"vace_layers": [0, 5], "vace_in_channels": 96}),
+        ("WanAnimateTransformer3DModel", {"motion_encoder_dim": 512, "in_channels": 36}),
+        ("VaceWanModel", {"vace_in_dim": 96}),
+    ],
+)
+def test_models_built_on_wan_are_refused_by_class_or_by_field(class_name, fields):
+    base = T2V_A14B.to_dict("diffusers")
+    with pytest.raises(ValueError, match=f"_class_name: .*'{class_name}'"):
+        WanConfig.from_dict(base | {"_class_name": class_name} | fields)
+    del base["_class_name"]
+    with pytest.raises(NotImplementedError, match=next(iter(fields))):
+        WanConfig.from_dict(base | fields)
+
+
+def test_a_hunyuan_with_guidance_embeddings_is_refused():
+    for layout, field in (("diffusers", "guidance_embeds"), ("original", "guidance_embed")):
+        written = HUNYUAN_VIDEO_15.to_dict(layout) | {field: True}
+        with pytest.raises(NotImplementedError, match=f"{field}: True is not supported"):
+            HunyuanVideo15Config.from_dict(written)
+
+
+def test_longcats_avatar_is_refused():
+    written = LONGCAT_VIDEO.to_dict("original")
+    avatar = {"_class_name": "LongCatVideoAvatarTransformer3DModel"}
+    with pytest.raises(ValueError, match="LongCatVideoAvatarTransformer3DModel"):
+        LongCatVideoConfig.from_dict(written | avatar)
+
+
 def test_configurations_refuse_what_is_not_ported():
     base = T2V_A14B.to_dict("diffusers")
     with pytest.raises(NotImplementedError, match="image_dim"):
         WanConfig.from_dict(base | {"image_dim": 1280})
     with pytest.raises(NotImplementedError, match="model_type"):
         WanConfig.from_dict(base | {"model_type": "s2v"})
-    with pytest.raises(NotImplementedError, match="single-stream"):
+    with pytest.raises(NotImplementedError, match="mm_single_blocks_depth"):
         HunyuanVideo15Config.from_dict({"heads_num": 16, "mm_single_blocks_depth": 40})
     with pytest.raises(ValueError, match="patch_size"):
         LongCatVideoConfig.from_dict({"patch_size": [2, 2, 2]})
-    with pytest.raises(KeyError, match="num_attention_heads"):
+    with pytest.raises(ValueError, match="num_attention_heads: missing"):
         MiniMaxH3Config.from_dict({"num_layers": 50, "num_refiner_layers": 2})

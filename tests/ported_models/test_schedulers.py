@@ -135,7 +135,11 @@ def test_grids_are_the_releases_own():
     np.testing.assert_allclose(hunyuan.sigmas()[:2], [1.0, 5 * 0.98 / (1 + 4 * 0.98)])
     assert hunyuan.timesteps()[0] == 1000.0
     longcat = LONGCAT_VIDEO_SAMPLING
-    np.testing.assert_allclose(longcat.sigmas()[:-1], np.linspace(1.0, 0.001, 50))
+    base = np.linspace(1.0, 0.001, 50)
+    np.testing.assert_allclose(longcat.sigmas()[:-1], 12 * base / (1 + 11 * base))
+    assert sum(longcat.sigmas() > 0.9) == 29
+    four = dataclasses.replace(longcat, num_steps=4).timesteps()
+    np.testing.assert_allclose(four, [1000, 960, 858, 11.9], atol=0.5)
     assert longcat.sigmas()[-1] == 0.0
     minimax = MINIMAX_H3_SAMPLING
     base = np.linspace(1.0, 0.0, 50)
