@@ -21,9 +21,10 @@ from ._config import (
     default_clusters,
     resolve_config,
 )
+from ._fused import starting_rows
 from ._preprocessing import key_order
 from ._tracing import Size, is_symbolic, own_promotion
-from ._vsmooth import sequence_order
+from ._vsmooth import sequence_order, still_apart
 from .pallas_kernels._varying import vary_together
 
 
@@ -225,9 +226,15 @@ def _key_order_warm(
     state: AttentionState,
     warm: Bool[Array, ""],
 ) -> tuple[Array, Array]:
-    """Cluster from the state's centroids if there are any for these keys, else from scratch."""
+    """Cluster from the state's centroids if there are any for these keys, else from scratch.
+
+    From scratch, too, if the centroids no longer tell the values of a head apart: a state heals.
+    """
+    rows = starting_rows(
+        lax.stop_gradient(inputs.value), inputs.validity.key, state.centroids.shape[2]
+    )
     return lax.cond(
-        warm,
+        warm & still_apart(rows, state.centroids),
         lambda: key_order(inputs, config, implementation, state.centroids),
         lambda: key_order(inputs, config, implementation),
     )

@@ -79,6 +79,21 @@ def nearest_centroid(
     return jnp.argmin(distance, -1).astype(jnp.int32)
 
 
+def still_apart(rows: Float[Array, "*b k h"], centroids: Float[Array, "*b k h"]) -> Bool[Array, ""]:
+    """Whether centroids still tell the rows of a cold start apart, in every head.
+
+    After a clustering of values that were nothing like these (all equal, not finite, of another
+    scale or place) few centroids are nearest to any of them; more than a quarter usually are.
+    """
+    k, size = centroids.shape[-2:]
+    if k == 1:
+        return jnp.array(True)
+    flat = (x.reshape(-1, k, size) for x in (rows, centroids))
+    label = jax.vmap(nearest_centroid)(*flat)
+    used = jnp.sum(jnp.any(jax.nn.one_hot(label, k, dtype=bool), 1), -1)
+    return jnp.all(used > max(1, k // 4))
+
+
 def _centre(points: Float[Array, "n h"], counted: Bool[Array, " n"]) -> Float[Array, " h"]:
     """The mean of each channel over what is counted and finite: distances from it lose nothing.
 

@@ -78,7 +78,7 @@ def test_large_channels_of_the_keys_where_queries_are_small_cost_nothing(name, c
 def test_balances_are_powers_of_two_of_a_key_head():
     query, key, _ = tensors()
     scale = np.geomspace(1e-3, 1e3, SIZE).astype(np.float32)
-    balance = np.asarray(vc_jax.channel_balance(query, key * scale)[0])
+    balance = np.asarray(vc_jax.channel_balance(*map(jnp.asarray, (query, key * scale)))[0])
     assert balance.shape == (HEADS, SIZE)
     assert (np.frexp(balance)[0] == 0.5).all()
     assert (np.diff(np.log2(balance), axis=-1) >= -1).all()
