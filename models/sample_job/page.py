@@ -1,5 +1,6 @@
 """The report as one self-contained page: no script, picture or font comes from elsewhere."""
 
+import math
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

@@ -20,7 +20,7 @@ def shell(arguments: str, cwd: pathlib.Path | None = None) -> tuple[int, str, st
     """Exit code, stdout and stderr of a command line."""
     script = f"set -o pipefail; {COMMAND} {arguments}"
     done = subprocess.run(["bash", "-c", script], capture_output=True, cwd=cwd, check=False)
-    return done.returncode, *(x.decode("utf-8", "replace") for x in (done.stdout, done.stderr))
+    return done.returncode, done.stdout.decode(), done.stderr.decode()
 
 
 @pytest.mark.parametrize(
