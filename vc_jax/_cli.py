@@ -2,7 +2,8 @@
 
 Arguments are parsed before Flax, OpenCV or a model is imported, so that `--help` and mistakes
 answer at once. Exit codes: 0 done, 2 something asked for cannot be done (one line on stderr says
-what), 130 interrupted, 143 terminated.
+what), 3 done, but a sample is not finite (one line names it), 129 the terminal went away, 130
+interrupted, 143 terminated.
 """
 
 import argparse
@@ -16,14 +17,22 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ._command_line import Parser, complain, once, pair, path
+from ._streams import open_streams
 
 BENCHMARKS = ("attention", "preprocess", "end-to-end", "fidelity")
 _PRESETS = ("bf16", "int8", "fp8", "nvfp4")
-_INTERRUPTED, _TERMINATED = 130, 143
+_NOT_FINITE = 3
+_SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+if hasattr(signal, "SIGHUP"):
+    _SIGNALS[signal.SIGHUP] = "hung up"
 
 
-class _Terminated(KeyboardInterrupt):
-    """SIGTERM: cleans up like Ctrl-C."""
+class _Stopped(KeyboardInterrupt):
+    """A signal that asks to end: cleans up like Ctrl-C."""
+
+    def __init__(self, number: int = signal.SIGINT):
+        super().__init__()
+        self.number = signal.Signals(number)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -145,6 +154,9 @@ def _run_sample(arguments: argparse.Namespace) -> int:
     except sample_job.InputError as error:
         return complain("sample", error)
     print(sample_job.summary(record, arguments.output))
+    if broken := sample_job.not_finite(record):
+        complain("sample", f"the sample of {', '.join(broken)} is not finite: no distance is shown")
+        return _NOT_FINITE
     return 0
 
 
@@ -193,24 +205,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     arguments = parser.parse_args(argv)
     try:
+        os.getcwd()
+    except OSError:
+        return complain(arguments.command or "", "the working folder is gone")
+    try:
         return _dispatch(parser, arguments)
     except KeyboardInterrupt as interrupt:
-        terminated = isinstance(interrupt, _Terminated)
-        print("vc-jax: terminated" if terminated else "vc-jax: interrupted", file=sys.stderr)
-        return _TERMINATED if terminated else _INTERRUPTED
+        number = interrupt.number if isinstance(interrupt, _Stopped) else signal.SIGINT
+        print(f"vc-jax: {_SIGNALS[number]}", file=sys.stderr)
+        return 128 + number
 
 
-def _terminate(number: int, frame: object) -> NoReturn:
-    raise _Terminated
+def _stop(number: int, frame: object) -> NoReturn:
+    raise _Stopped(number)
 
 
 def entry_point() -> NoReturn:
     """The console command: `main`, then the end of the process."""
-    signal.signal(signal.SIGTERM, _terminate)
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if code in (_INTERRUPTED, _TERMINATED):
+    out, err = open_streams()
+    for number in _SIGNALS:
+        # A signal that is ignored, as SIGHUP under nohup, stays so.
+        if number != signal.SIGINT and signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _stop)
+    try:
+        code = main()
+    except SystemExit as stop:  # argparse: after --help, or a mistake
+        code = stop.code if isinstance(stop.code, int) else 0
+    out.flush()
+    if out.failure is not None and code == 0:
+        code = complain("", f"cannot write to stdout: {out.failure.strerror}")
+    err.flush()
+    if code > 128:
         # A compiled function may still run in a thread that nothing can stop.
         os._exit(code)
     sys.exit(code)

@@ -1,6 +1,7 @@
 """What the package's command lines share: a parser, kinds of arguments, complaints in one line."""
 
 import argparse
+import errno
 import math
 import os
 import pathlib
@@ -25,14 +26,29 @@ def _one_line(message: object) -> str:
 
 def complain(command: str, message: object) -> int:
     """Says in one line on stderr why a command cannot be done, and returns its exit code."""
-    print(f"vc-jax {command}: {_one_line(message)}", file=sys.stderr)
+    print(f"{f'vc-jax {command}'.strip()}: {_one_line(message)}", file=sys.stderr)
     return USAGE_ERROR
 
 
 def path(text: str) -> pathlib.Path:
-    """A path; an empty one, which would be the working folder, is a mistake."""
+    """A path that every library can be given.
+
+    An empty one, which would be the working folder, is a mistake; a name that is not UTF-8 crashes
+    native decoders.
+    """
     if not text:
         raise argparse.ArgumentTypeError("must not be empty")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError("must be a name in UTF-8") from None
+    try:
+        os.lstat(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError("must not hold a null character") from None
+    except OSError as error:
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            raise argparse.ArgumentTypeError(os.strerror(error.errno)) from None
     return pathlib.Path(text)
 
 

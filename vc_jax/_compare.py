@@ -56,7 +56,9 @@ class Comparison:
 
 
 def error_measures(
-    out: Float[Array, "b t n h"], exact: Float[Array, "b t n h"], rows: np.ndarray | None = None
+    out: Float[Array | np.ndarray, "b t n h"],
+    exact: Float[Array | np.ndarray, "b t n h"],
+    rows: np.ndarray | None = None,
 ) -> Comparison:
     """Errors per head; an exact output of zeros gives error 0 or inf.
 

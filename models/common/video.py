@@ -7,9 +7,20 @@ from jaxtyping import UInt8
 
 
 def read_video(
-    path: str | pathlib.Path, *, height: int, width: int, max_frames: int | None = None
+    path: str | pathlib.Path,
+    *,
+    height: int,
+    width: int,
+    max_frames: int | None = None,
+    start: int = 0,
 ) -> UInt8[np.ndarray, "frames height width 3"]:
     """Decodes a video file to RGB, scaled to cover height x width, cut out of the middle.
+
+    Args:
+      path: the file.
+      height, width: in pixels.
+      max_frames: how many frames to read; `None`: all. A shorter video gives fewer.
+      start: frames to skip; they are never held in memory.
 
     Raises:
       FileNotFoundError: there is no such file.
@@ -22,16 +33,19 @@ def read_video(
     capture = cv2.VideoCapture(str(path))
     frames = []
     try:
-        while max_frames is None or len(frames) < max_frames:
+        skipped = 0
+        while skipped < start and capture.grab():
+            skipped += 1
+        while skipped == start and (max_frames is None or len(frames) < max_frames):
             decoded, frame = capture.read()
             if not decoded:
                 break
             frames.append(_cover(frame[:, :, ::-1], height, width))
     finally:
         capture.release()
-    if not frames:
+    if not frames and not skipped:
         raise ValueError(f"cannot decode a video from {path}")
-    return np.stack(frames)
+    return np.stack(frames) if frames else np.zeros((0, height, width, 3), np.uint8)
 
 
 def _cover(frame: np.ndarray, height: int, width: int) -> np.ndarray:

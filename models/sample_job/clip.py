@@ -67,21 +67,19 @@ def load_clip(
             "reading video needs OpenCV: install vc-jax[video] or opencv-python-headless"
         ) from None
     path = shipped_clip_path() if video is None else video
-    decoded = _quietly(path, height, width, start + frames)
-    if len(decoded) < start + frames:
+    pixels = _quietly(path, height, width, frames, start)
+    if len(pixels) < frames:
         after = f" after the first {start}" if start else ""
         raise InputError(
-            f"{path} is too short: it has {max(0, len(decoded) - start)} frames{after}, "
-            f"{frames} are needed"
+            f"{path} is too short: it has {len(pixels)} frames{after}, {frames} are needed"
         )
-    pixels = decoded[start:]
     if video is None:
         return Clip(pixels, "the clip that ships with vc-jax", SHIPPED_CLIP_CREDIT)
     return Clip(pixels, path.name, None)
 
 
 def _quietly(
-    path: pathlib.Path, height: int, width: int, max_frames: int
+    path: pathlib.Path, height: int, width: int, max_frames: int, start: int
 ) -> UInt8[np.ndarray, "F height width 3"]:
     """Reads without the decoder's own messages, which would come before the one that we give."""
     import cv2
@@ -92,7 +90,7 @@ def _quietly(
     logging = cv2.utils.logging
     level = logging.setLogLevel(logging.LOG_LEVEL_SILENT)
     try:
-        return read_video(path, height=height, width=width, max_frames=max_frames)
+        return read_video(path, height=height, width=width, max_frames=max_frames, start=start)
     except (OSError, ValueError, cv2.error) as error:
         raise InputError(f"cannot read {path} as a video") from error
     finally:

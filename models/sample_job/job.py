@@ -57,6 +57,11 @@ def run(options: Options) -> dict[str, Any]:
     return record
 
 
+def not_finite(record: dict[str, Any]) -> list[str]:
+    """The methods whose sample holds something that is not finite."""
+    return [name for name, method in record["methods"].items() if not method["finite"]]
+
+
 def summary(record: dict[str, Any], output: pathlib.Path) -> str:
     """The main numbers and where the report lies, for a terminal."""
     lines = [

@@ -1,5 +1,6 @@
 """The report as one self-contained page: no script, picture or font comes from elsewhere."""
 
+import math
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -81,8 +82,12 @@ class Table(NamedTuple):
 
 
 def number(value: float | None, digits: int, *, scale: float = 1.0, unit: str = "") -> str:
-    """A number for a table, or a dash."""
-    return "–" if value is None else f"{value * scale:.{digits}f}{unit}"
+    """A number for a table; a dash where there is none, or none that is finite."""
+    return "–" if value is None or not math.isfinite(value) else f"{value * scale:.{digits}f}{unit}"
+
+
+def _finite_or_none(values: np.ndarray) -> list[float | None]:
+    return [value if math.isfinite(value) else None for value in values.tolist()]
 
 
 def _others(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,12 +190,15 @@ def _velocity_table(record: Mapping[str, Any]) -> Table | None:
 def _energy(record: Mapping[str, Any]) -> tuple[list[tuple[str, str]], Markup, Table]:
     """Legend, chart of the mean over the points, and the table of all of them."""
     points = record["block_mean_energy"]["points"]
-    before = np.array([p["sequence"] for p in points]).mean(-1)
-    after = np.array([p["sorted"] for p in points]).mean(-1)
+    # What is not finite is None in the record.
+    before, after = (
+        np.array([p[order] for p in points], np.float64).mean(-1)
+        for order in ("sequence", "sorted")
+    )
     layers = [str(layer) for layer in range(before.shape[1])]
     series = [
-        Series("in sequence order", "#9aa7b5", (100 * before.mean(0)).tolist()),
-        Series("sorted by cluster", "#3b74d1", (100 * after.mean(0)).tolist()),
+        Series("in sequence order", "#9aa7b5", _finite_or_none(100 * before.mean(0))),
+        Series("sorted by cluster", "#3b74d1", _finite_or_none(100 * after.mean(0))),
     ]
     chart = bar_chart(layers, series, x_label="layer", y_label="energy in block means, %")
     groups = [("", 1), *((f"step {p['step']}, t = {p['time']:.2f}", 2) for p in points)]

@@ -94,6 +94,7 @@ def _method(task: Task, clip: Clip, outcome: Outcome, reference: Path) -> dict[s
         "config": dataclasses.asdict(method.config),
         "implementation": method.explanation.implementation,
         "other_implementations": method.explanation.reasons,
+        "finite": bool(np.isfinite(sample).all()),
         "traces": method.traces,
         "refresh_steps": list(method.refresh_steps),
         "seconds": {
@@ -114,6 +115,9 @@ def _method(task: Task, clip: Clip, outcome: Outcome, reference: Path) -> dict[s
 
 
 def _closeness(video: np.ndarray, other: np.ndarray) -> dict[str, float]:
+    if not (np.isfinite(video).all() and np.isfinite(other).all()):
+        # On a screen both are black where they are not finite: equal, as it were.
+        return dict.fromkeys(("psnr_db", "ssim", "relative_l2"), math.nan)
     pixels, wanted = unit_pixels(video), unit_pixels(other)
     return {
         "psnr_db": psnr(pixels, wanted),

@@ -47,7 +47,9 @@ def test_a_full_disk_leaves_the_earlier_run(tiny, tmp_path, monkeypatch, capsys)
     assert list(tmp_path.iterdir()) == [output]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGHUP, 129), (signal.SIGINT, 130), (signal.SIGTERM, 143)]
+)
 def test_an_interrupted_run_ends_at_once_and_leaves_nothing(tiny, tmp_path, number, code):
     slow = ["--size", "64x64", "--frames", "12", "--steps", "400", "--attention", "bf16"]
     process = subprocess.Popen(
