@@ -56,6 +56,15 @@ def first(results: Any) -> np.ndarray:
     return np.asarray(results[0] if isinstance(results, tuple) else results)
 
 
+def low_bit_error(result: Any, name: str) -> float:
+    """How far a result of the case `main` is from the one without low-bit attention.
+
+    Programs that are compiled apart round differently, so that some of their codes differ: two
+    low-bit results are held to this, which says how much of the model was quantised.
+    """
+    return golden.relative_l2(first(result), video(name, "bf16"))
+
+
 def state_for(name: str, attention: Any = "int8") -> Any:
     """A fresh state for the case `main`."""
     batch = len(golden.fixture(name).arguments("main")["hidden_states"])
@@ -139,17 +148,18 @@ def test_bad_arguments_are_named():
 
 @pytest.mark.parametrize("name", [name for name in golden.NAMES if name != "wan_t2v"])
 def test_layer_policy_switches_layers_between_precisions(name):
-    low, high = video(name, "int8"), video(name, "bf16")
+    error = low_bit_error(video(name, "int8"), name)
 
     def with_layers(*flags: bool) -> np.ndarray:
         control = AttentionControl(high_precision_layers=jnp.array(flags))
         return first(run(model(name, "int8"), name, control))
 
-    assert golden.relative_l2(with_layers(True, True), high) < 1e-5
-    assert golden.relative_l2(with_layers(False, False), low) < 1e-3
+    assert low_bit_error(with_layers(True, True), name) < 1e-5
+    low = with_layers(False, False)
+    assert low_bit_error(low, name) == pytest.approx(error, rel=0.25)
     for mixed in (with_layers(True, False), with_layers(False, True)):
-        for pure in (low, high):
-            assert golden.relative_l2(mixed, pure) > 2e-3
+        assert low_bit_error(mixed, name) > 2e-3
+        assert golden.relative_l2(mixed, low) > 2e-3
 
 
 def test_policies_and_steps_are_traced_and_compile_once():
@@ -170,8 +180,10 @@ def test_policies_and_steps_are_traced_and_compile_once():
     high = forward(jnp.int32(2), none, last)
     mixed = forward(jnp.int32(1), jnp.array([True, False]), last)
     assert len(traces) == 1
-    assert golden.relative_l2(high, video(name, "bf16")) < 1e-5
-    assert golden.relative_l2(low, video(name, "int8")) < 1e-3
+    assert low_bit_error(high, name) < 1e-5
+    error = low_bit_error(video(name, "int8"), name)
+    assert low_bit_error(low, name) == pytest.approx(error, rel=0.25)
+    assert low_bit_error(mixed, name) > 2e-3
     assert golden.relative_l2(mixed, low) > 2e-3
 
 
@@ -190,7 +202,8 @@ def test_a_first_step_with_state_is_the_stateless_pass_and_keeps_an_order(name):
     port = model(name, CLUSTERED)
     control = AttentionControl(state_for(name, CLUSTERED), step=0, schedule=SCHEDULE)
     out, state = run(port, name, control)
-    assert golden.relative_l2(out, video(name, CLUSTERED)) < 1e-3
+    error = low_bit_error(video(name, CLUSTERED), name)
+    assert low_bit_error(out, name) == pytest.approx(error, rel=0.25)
     assert state.made.shape[0] == 2
     assert bool(state.made.all())
     # Each layer found an order of its own.
@@ -221,14 +234,14 @@ def test_later_steps_reuse_the_order_until_a_refresh():
 
 @pytest.mark.parametrize("name", ["wan_t2v", "hunyuan_video15"])
 def test_rows_of_the_batch_are_independent(name):
-    """The two halves of a guided batch: each gives what it gives alone."""
+    """The two halves of a guided batch: neither changes with what the other one is."""
     port = model(name, CLUSTERED)
     arguments = golden.fixture(name).arguments("main")
     both = golden.run(port, arguments)
     for row in range(2):
-        alone = golden.run(port, {key: array[row : row + 1] for key, array in arguments.items()})
-        # The order of float sums may differ; a scale or a centroid shared by rows would be seen.
-        assert golden.relative_l2(alone[0], both[row]) < 2e-3, row
+        # One program, so bit for bit: a scale or a centroid shared by rows would be seen.
+        twice = golden.run(port, {key: array[[row, row]] for key, array in arguments.items()})
+        np.testing.assert_array_equal(twice[row], both[row])
 
 
 def test_one_decision_about_the_order_holds_for_the_whole_batch():
