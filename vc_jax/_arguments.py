@@ -243,7 +243,7 @@ def _mask(mask, batch: int, heads: int, rows: int, length: int, unbatched: bool)
 
 
 def is_traced(value) -> bool:
-    """Whether a value is a tracer (an abstract shape is neither traced nor concrete)."""
+    """Whether a value exists but cannot be looked at (of an abstract shape there is none)."""
     return not is_concrete(value) and not isinstance(value, jax.ShapeDtypeStruct)
 
 

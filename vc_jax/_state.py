@@ -1,5 +1,6 @@
 """`attention_step`: attention that keeps the order of the keys over denoising steps."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -8,10 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from ._arguments import bind
+from ._arguments import Inputs, bind
 from ._config import PRESETS, AttentionConfig
 from ._dispatch import attend, request_of, select_implementation
-from ._implementations import Static
+from ._explicit_axes import spread
+from ._implementations import Result, Static
 from ._order import AttentionState, after_window, check_state, in_window, same_keys, unchanged
 from ._schedule import DenoisingSchedule
 from ._tracing import concrete
@@ -94,7 +96,8 @@ def attention_step(
         if layer is None
         else jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, layer, 0, keepdims=False), state)
     )
-    (out, lse), one = _step(inputs, one, step, schedule, config, implementation, return_residual)
+    plan = _Plan(schedule, config, implementation, return_residual)
+    (out, lse), one = spread(_step, plan, config, inputs, one, step)
     if layer is not None:
         one = jax.tree.map(
             lambda stack, x: lax.dynamic_update_index_in_dim(stack, x, layer, 0), state, one
@@ -104,16 +107,29 @@ def attention_step(
     return result, one
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
-def _step(inputs, state, step, schedule, config, implementation, residual):
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What all steps share."""
+
+    schedule: DenoisingSchedule
+    config: AttentionConfig
+    implementation: str | None
+    residual: bool
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _step(
+    plan: _Plan, inputs: Inputs, state: AttentionState, step: Array
+) -> tuple[Result, AttentionState]:
     """Attention and state of one layer, the precision and the window chosen by the step."""
+    schedule, config, implementation = plan.schedule, plan.config, plan.implementation
 
     def choose(numerics: AttentionConfig, name: str | None) -> str:
-        return select_implementation(request_of(inputs, numerics, residual), name)
+        return select_implementation(request_of(inputs, numerics, plan.residual), name)
 
     def run(numerics: AttentionConfig, name: str | None, smooth: bool, order: Array | None):
         chosen = choose(numerics, name)
-        return attend(Static(numerics, chosen, smooth, residual), inputs, order)
+        return attend(Static(numerics, chosen, smooth, plan.residual), inputs, order)
 
     def low_bit():
         if not config.clustered:
