@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from ._arguments import check_arguments
 from ._attention import dot_product_attention
 from ._config import AttentionConfig
-from ._explicit_axes import whole_along
+from ._mesh_axes import whole_along
 
 
 @dataclasses.dataclass(frozen=True)
