@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +19,19 @@ from ._schedule import DenoisingSchedule
 from ._tracing import concrete
 
 
-def _check_index(name: str, index, size: int) -> None:
+def check_index(name: str, index, size: int) -> None:
     if jnp.ndim(index) or not jnp.issubdtype(jnp.result_type(index), jnp.integer):
         raise TypeError(f"{name} must be an integer scalar, got {index!r}")
     known = concrete(index)
     if known is not None and not 0 <= known < size:
         raise ValueError(f"{name} must be in [0, {size - 1}], got {known}")
+
+
+def check_step(step, schedule) -> None:
+    """Raise unless a step, traced or not, is one of the schedule's."""
+    if not isinstance(schedule, DenoisingSchedule):
+        raise TypeError(f"schedule must be a DenoisingSchedule, got {type(schedule).__name__}")
+    check_index("step", step, schedule.num_steps)
 
 
 def attention_step(
@@ -70,9 +77,7 @@ def attention_step(
       TypeError, ValueError, NotImplementedError: as `dot_product_attention`, and for a state that
         does not fit the keys or the configuration.
     """
-    if not isinstance(schedule, DenoisingSchedule):
-        raise TypeError(f"schedule must be a DenoisingSchedule, got {type(schedule).__name__}")
-    _check_index("step", step, schedule.num_steps)
+    check_step(step, schedule)
     call = bind(
         query,
         key,
@@ -89,37 +94,52 @@ def attention_step(
     inputs, config = call.inputs, call.config
     check_state(state, inputs, config, layered=layer is not None)
     if layer is not None:
-        _check_index("layer", layer, state.made.shape[0])
-    step = jnp.asarray(step)
-    one = (
-        state
-        if layer is None
-        else jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, layer, 0, keepdims=False), state)
-    )
-    plan = _Plan(schedule, config, implementation, return_residual)
-    (out, lse), one = spread(_step, plan, config, inputs, one, step)
-    if layer is not None:
-        one = jax.tree.map(
-            lambda stack, x: lax.dynamic_update_index_in_dim(stack, x, layer, 0), state, one
-        )
+        check_index("layer", layer, state.made.shape[0])
+    plan = StepPlan(schedule, config, implementation, return_residual)
+    one = layer_of(state, layer)
+    (out, lse), one = spread(run_step, plan, config, inputs, one, jnp.asarray(step))
+    new = with_layer(state, layer, one)
     out = out.reshape(query.shape)
     result = (out, lse.reshape(query.shape[:-1])) if lse is not None else out
-    return result, one
+    return result, new
+
+
+def layer_of(state: AttentionState, layer: Array | int | None) -> AttentionState:
+    """One layer of a stacked state, or the state itself."""
+    if layer is None:
+        return state
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, layer, 0, keepdims=False), state)
+
+
+def with_layer(
+    state: AttentionState, layer: Array | int | None, one: AttentionState
+) -> AttentionState:
+    """A stacked state with one layer replaced, or the new state itself."""
+    if layer is None:
+        return one
+    return jax.tree.map(
+        lambda stack, x: lax.dynamic_update_index_in_dim(stack, x, layer, 0), state, one
+    )
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
-    """What all steps share."""
+class StepPlan:
+    """What all steps share.
+
+    Attributes:
+      attend: `(static, inputs, order) -> (out, lse)`; hashable.
+    """
 
     schedule: DenoisingSchedule
     config: AttentionConfig
     implementation: str | None
     residual: bool
+    attend: Callable[..., Result] = attend
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _step(
-    plan: _Plan, inputs: Inputs, state: AttentionState, step: Array
+def run_step(
+    plan: StepPlan, inputs: Inputs, state: AttentionState, step: Array
 ) -> tuple[Result, AttentionState]:
     """Attention and state of one layer, the precision and the window chosen by the step."""
     schedule, config, implementation = plan.schedule, plan.config, plan.implementation
@@ -129,7 +149,7 @@ def _step(
 
     def run(numerics: AttentionConfig, name: str | None, smooth: bool, order: Array | None):
         chosen = choose(numerics, name)
-        return attend(Static(numerics, chosen, smooth, plan.residual), inputs, order)
+        return plan.attend(Static(numerics, chosen, smooth, plan.residual), inputs, order)
 
     def low_bit():
         if not config.clustered:
