@@ -1,12 +1,11 @@
-"""What the benchmarks' command lines share: kinds of arguments, each refused in one line."""
+"""What the benchmarks' command lines share: `--output`, and the GPU that most of them need."""
 
 import argparse
-import math
-import os
 import pathlib
-from collections.abc import Callable, Sequence
 
-from vc_jax._cli import Parser, path
+import jax
+
+from vc_jax._command_line import Parser, output_folder
 
 
 def parser_of(name: str, description: str | None) -> argparse.ArgumentParser:
@@ -22,44 +21,9 @@ def parser_of(name: str, description: str | None) -> argparse.ArgumentParser:
     return parse
 
 
-def output_folder(text: str) -> pathlib.Path:
-    """A folder that results can be written to, which need not be there yet."""
-    folder = path(text)
-    there = folder.absolute()
-    while not there.exists() and not there.is_symlink():
-        there = there.parent
-    if not there.is_dir():
-        raise argparse.ArgumentTypeError(f"{there} exists and is not a folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise argparse.ArgumentTypeError(f"cannot write to {there}")
-    return folder
-
-
-def positive[Number: (int, float)](kind: Callable[[str], Number]) -> Callable[[str], Number]:
-    """A finite number above 0."""
-
-    def convert(text: str) -> Number:
-        number = kind(text)
-        if not 0 < number < math.inf:
-            raise argparse.ArgumentTypeError(f"must be positive and finite, got {text}")
-        return number
-
-    # argparse says "invalid int value".
-    convert.__name__ = getattr(kind, "__name__", "number")
-    return convert
-
-
-def share(text: str) -> float:
-    """A number from 0 to 1."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 <= number <= 1:
-        raise argparse.ArgumentTypeError(f"must be from 0 to 1, got {text}")
-    return number
-
-
-def once[Item](items: Sequence[Item]) -> list[Item]:
-    """Items in order, repetitions left out: measured twice, one would replace the other."""
-    return list(dict.fromkeys(items))
+def missing_gpu() -> str | None:
+    """Why the fused kernels cannot be measured on this machine; `None` if they can."""
+    device = jax.devices()[0]
+    if str(getattr(device, "compute_capability", "")) != "9.0":
+        return f"needs a GPU of compute capability 9.0, this is {device.device_kind}"
+    return None

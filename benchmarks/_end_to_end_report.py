@@ -4,7 +4,7 @@ import pathlib
 from typing import Any
 
 from ._amdahl import kind_counts
-from ._denoising import KINDS, SCHEDULE
+from ._programs import KINDS, MEMORY_PARTS, SCHEDULE
 from ._results import markdown_table, pyplot, write_results
 from ._video_models import VideoModel
 
@@ -149,7 +149,7 @@ def _memory_text(entry: dict[str, Any]) -> str:
     lines = [
         (
             name,
-            *(entry["memory"][name][f"{part}_size_in_bytes"] / 1e9 for part in _PARTS),
+            *(entry["memory"][name][part] / 1e9 for part in MEMORY_PARTS),
             entry["compile_s"][name],
         )
         for name in entry["memory"]
@@ -162,9 +162,6 @@ def _memory_text(entry: dict[str, Any]) -> str:
     if peak is None:
         return table
     return f"{table}\n\nPeak of the device's memory in this run so far: {peak / 1e9:.1f} GB."
-
-
-_PARTS = ("argument", "output", "temp")
 
 
 def plot(entries: dict[str, dict[str, Any]], path: pathlib.Path) -> None:

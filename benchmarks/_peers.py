@@ -3,18 +3,33 @@
 Each is called the way its own package documents, with BTNH arrays of 16 bits.
 """
 
+import dataclasses
 import importlib
 import importlib.metadata
 import math
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class TorchAttention:
+    """Attention of PyTorch, on JAX's arrays without a copy. It cannot be traced.
+
+    Attributes:
+      bind: takes query, key and value and gives what starts a call on them, which results in a
+        PyTorch tensor.
+      wait: until that and all calls before it are done; the result as an array of JAX.
+    """
+
+    bind: Callable[[jax.Array, jax.Array, jax.Array], Callable[[], Any]]
+    wait: Callable[[Any], jax.Array]
 
 
 def _version(package: str) -> str:
@@ -85,19 +100,53 @@ def _flash_attention_3() -> tuple[str, Attention]:
     return f"flash_attn3_jax {_version('flash-attn3-jax')}", attention
 
 
+def _flash_attention_4() -> tuple[str, TorchAttention]:
+    torch: Any = importlib.import_module("torch")
+    attention: Any = importlib.import_module("flash_attn.cute").flash_attn_func
+
+    def bind(*arrays: jax.Array) -> Callable[[], Any]:
+        tensors = [torch.from_dlpack(jax.block_until_ready(array)) for array in arrays]
+
+        def start() -> Any:
+            out = attention(*tensors, causal=False)
+            return out[0] if isinstance(out, tuple) else out
+
+        return start
+
+    def wait(out):
+        torch.cuda.synchronize()
+        return jax.dlpack.from_dlpack(out)
+
+    return f"flash-attn-4 {_version('flash-attn-4')}", TorchAttention(bind, wait)
+
+
 PEERS: dict[str, Callable[[], tuple[str, Attention]]] = {
     "FlashAttention-3 BF16": _flash_attention_3,
     "cuDNN BF16": _cudnn,
     "tokamax BF16": _tokamax,
 }
+TORCH_PEERS: dict[str, Callable[[], tuple[str, TorchAttention]]] = {
+    "FlashAttention-4 BF16": _flash_attention_4,
+}
 
 
-def available_peers() -> tuple[dict[str, tuple[str, Attention]], dict[str, str]]:
-    """Peers that import, by name with their version, and why the others do not."""
+def _available[Peer](
+    loaders: Mapping[str, Callable[[], tuple[str, Peer]]],
+) -> tuple[dict[str, tuple[str, Peer]], dict[str, str]]:
     found, missing = {}, {}
-    for name, load in PEERS.items():
+    for name, load in loaders.items():
         try:
             found[name] = load()
         except Exception as error:
             missing[name] = f"{type(error).__name__}: {error}"
     return found, missing
+
+
+def available_peers() -> tuple[dict[str, tuple[str, Attention]], dict[str, str]]:
+    """Peers that import, by name with their version, and why the others do not."""
+    return _available(PEERS)
+
+
+def available_torch_peers() -> tuple[dict[str, tuple[str, TorchAttention]], dict[str, str]]:
+    """As `available_peers`, for those of PyTorch."""
+    return _available(TORCH_PEERS)

@@ -9,50 +9,39 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import vc_jax
-from vc_jax import _fused
-
-from ..pallas_kernels import hopper
 from ._amdahl import OfKinds, of_kinds
-from ._denoising import KINDS, SCHEDULE, Job, Program, compile_jobs
-from ._preprocess_stages import Inputs, bytes_of, clustered_inputs
+from ._preprocess_stages import Inputs, Stage, bytes_of, clustered_inputs
 from ._profile import profile
-from ._timing import Candidate, Measurement, sustained
+from ._programs import (
+    KINDS,
+    SCHEDULE,
+    Job,
+    Program,
+    abstract_inputs,
+    bare_kernel_jobs,
+    call_job,
+    compile_jobs,
+    fresh_state,
+    step_job,
+)
+from ._timing import Candidate, Measurement, Pace, sustained
 from ._workloads import Workload
 
 PEER = "FlashAttention-3 BF16"
 _COMPARED = ("window", "after")
 """Kinds of steps that are timed in turns with the peer."""
-_PARTS = tuple(f"{part}, {m}" for part in ("prepare", "kernel") for m in ("means", "no means"))
+_KERNELS = tuple(f"{part}, {m}" for part in ("prepare", "kernel") for m in ("means", "no means"))
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """How long to measure.
-
-    Attributes:
-      presets: low-bit presets.
-      seconds: of each candidate a round.
-      peer_seconds: of those that are compared with the peer.
-      rounds: at most.
-      deadline: of `time.perf_counter()`; no round but the first begins that would end after it.
-    """
-
-    presets: Sequence[str]
-    seconds: float
-    peer_seconds: float
-    rounds: int
-    deadline: float
-
-    def time(self, candidates: Mapping[str, Candidate], seconds: float) -> dict[str, Measurement]:
-        """In turns, after a second run of each has told how often it runs in a round."""
-        return sustained(
-            candidates,
-            seconds=seconds,
-            rounds=self.rounds,
-            estimates={name: _second_run(candidate) for name, candidate in candidates.items()},
-            deadline=self.deadline,
-        )
+def _in_turns(candidates: Mapping[str, Candidate], pace: Pace) -> dict[str, Measurement]:
+    """Times, after a second run of each has told how often it runs in a round."""
+    return sustained(
+        candidates,
+        seconds=pace.seconds,
+        rounds=pace.rounds,
+        estimates={name: _second_run(candidate) for name, candidate in candidates.items()},
+        deadline=pace.deadline,
+    )
 
 
 def _second_run(candidate: Candidate) -> float:
@@ -63,54 +52,6 @@ def _second_run(candidate: Candidate) -> float:
     return time.perf_counter() - start
 
 
-def _abstract(workload: Workload) -> tuple[jax.ShapeDtypeStruct, ...]:
-    shape = (workload.batch, workload.length, workload.heads, workload.head_dim)
-    return (jax.ShapeDtypeStruct(shape, jnp.bfloat16),) * 3
-
-
-def _fresh_state(workload: Workload, preset: str) -> vc_jax.AttentionState:
-    return vc_jax.init_state(
-        preset, workload.batch, workload.length, workload.heads, workload.head_dim
-    )
-
-
-def _step_job(workload: Workload, preset: str) -> Job:
-    def step(query, key, value, state, index):
-        return vc_jax.attention_step(
-            *(query, key, value, state), step=index, schedule=SCHEDULE, config=preset
-        )
-
-    state = jax.eval_shape(functools.partial(_fresh_state, workload, preset))
-    index = jax.ShapeDtypeStruct((), jnp.int32)
-    return Job(step, (*_abstract(workload), state, index))
-
-
-def _call_job(workload: Workload, preset: str) -> Job:
-    def call(query, key, value):
-        return vc_jax.dot_product_attention(query, key, value, config=preset)
-
-    return Job(call, _abstract(workload))
-
-
-def _prepare_job(workload: Workload, preset: str, smooth: bool) -> Job:
-    def prepare(query, key, value, order):
-        mean = _fused.key_mean_fused(key, None, None)
-        config = vc_jax.PRESETS[preset]
-        return _fused.prepare_fused(
-            query, key, value, config, order=order, mean=mean, smooth=smooth
-        )
-
-    shape = (workload.batch, workload.heads, workload.length)
-    return Job(prepare, (*_abstract(workload), jax.ShapeDtypeStruct(shape, jnp.int32)))
-
-
-def _kernel_job(prepare: Job, preset: str) -> Job:
-    def kernel(prepared):
-        return hopper.attention(prepared, softmax=vc_jax.PRESETS[preset].softmax)[0]
-
-    return Job(kernel, (jax.eval_shape(prepare.function, *prepare.arguments),))
-
-
 def jobs(
     workload: Workload,
     presets: Sequence[str],
@@ -118,21 +59,19 @@ def jobs(
     stateless: bool = False,
 ) -> dict[str, Job]:
     """Everything that is compiled for a workload, by name; `stateless` calls if asked for."""
-    found = {} if peer is None else {PEER: Job(peer, _abstract(workload))}
+    found = {} if peer is None else {PEER: Job(peer, abstract_inputs(workload))}
     for preset in presets:
         if stateless:
-            found[f"{preset} call"] = _call_job(workload, preset)
-        found[f"{preset} step"] = _step_job(workload, preset)
-        for smooth, name in ((True, "means"), (False, "no means")):
-            prepare = _prepare_job(workload, preset, smooth)
-            found[f"{preset} prepare, {name}"] = prepare
-            found[f"{preset} kernel, {name}"] = _kernel_job(prepare, preset)
+            found[f"{preset} call"] = call_job(workload, preset)
+        found[f"{preset} step"] = step_job(workload, preset)
+        for name, job in bare_kernel_jobs(workload, preset, ordered=True).items():
+            found[f"{preset} {name}"] = job
     return found
 
 
 def compile_workloads(
     workloads: Mapping[str, Workload],
-    settings: Settings,
+    presets: Sequence[str],
     peers: Mapping[str, Callable[..., Any]],
     stateless: Collection[str],
 ) -> dict[str, dict[str, Program]]:
@@ -140,7 +79,7 @@ def compile_workloads(
     wanted = {
         (name, key): job
         for name, workload in workloads.items()
-        for key, job in jobs(workload, settings.presets, peers.get(name), name in stateless).items()
+        for key, job in jobs(workload, presets, peers.get(name), name in stateless).items()
     }
     compiled, _ = compile_jobs(wanted)
     programs: dict[str, dict[str, Program]] = {name: {} for name in workloads}
@@ -149,23 +88,27 @@ def compile_workloads(
     return programs
 
 
-def measure_steps(
-    workload: Workload, programs: Mapping[str, Program], settings: Settings
+def measure_attention_steps(
+    workload: Workload,
+    programs: Mapping[str, Program],
+    presets: Sequence[str],
+    pace: Pace,
+    peer_seconds: float,
 ) -> list[dict[str, Any]]:
     """A row for each preset: times of kinds of steps and of the kernel, overhead, memory.
 
-    What is compared with the peer runs longer, in turns with it.
+    What is compared with the peer runs `peer_seconds` a round, in turns with it.
     """
     inputs = clustered_inputs(workload)
     presets = [
         preset
-        for preset in settings.presets
-        if all(f"{preset} {part}" in programs for part in ("step", *_PARTS))
+        for preset in presets
+        if all(f"{preset} {part}" in programs for part in ("step", *_KERNELS))
     ]
     candidates: dict[str, Candidate] = {}
     for preset in presets:
-        candidates |= _candidates_of(preset, programs, inputs, _fresh_state(workload, preset))
-    measured = settings.time(candidates, settings.seconds)
+        candidates |= _candidates_of(preset, programs, inputs, fresh_state(workload, preset))
+    measured = _in_turns(candidates, pace)
     with_peer: dict[str, Measurement] = {}
     if PEER in programs:
         compared = {PEER: Candidate(functools.partial(programs[PEER].call, *inputs))}
@@ -174,7 +117,7 @@ def measure_steps(
             for preset in presets
             for kind in _COMPARED
         }
-        with_peer = settings.time(compared, settings.peer_seconds)
+        with_peer = _in_turns(compared, dataclasses.replace(pace, seconds=peer_seconds))
     sizes = bytes_of(inputs)
     return [_row(workload, preset, programs, measured, with_peer, sizes) for preset in presets]
 
@@ -182,7 +125,7 @@ def measure_steps(
 def _candidates_of(preset: str, programs: Mapping[str, Program], inputs: Inputs, cold):
     """Every kind of step, and the kernel on inputs in the order of the cold step."""
     step = programs[f"{preset} step"].call
-    _, made = step(*inputs, cold, jnp.int32(KINDS["cold"]))
+    _, made = step(*inputs, cold, jnp.int32(KINDS["cold"]), None)
     found = {}
     for name in ("means", "no means"):
         prepared = programs[f"{preset} prepare, {name}"].call(*inputs, made.permutation)
@@ -190,7 +133,7 @@ def _candidates_of(preset: str, programs: Mapping[str, Program], inputs: Inputs,
         found[f"{preset} kernel, {name}"] = Candidate(functools.partial(kernel, prepared))
     for kind, index in KINDS.items():
         state = cold if kind == "cold" else made
-        run = functools.partial(step, *inputs, state, jnp.int32(index))
+        run = functools.partial(step, *inputs, state, jnp.int32(index), None)
         found[f"{preset} {kind}"] = Candidate(run)
     return found
 
@@ -206,13 +149,13 @@ def profile_calls(
     inputs = clustered_inputs(workload)
     rows = []
     for preset in presets:
-        cold = _fresh_state(workload, preset)
+        cold = fresh_state(workload, preset)
         step = programs[f"{preset} step"].call
-        made = step(*inputs, cold, jnp.int32(KINDS["cold"]))[1]
+        made = step(*inputs, cold, jnp.int32(KINDS["cold"]), None)[1]
         calls = {"no state": functools.partial(programs[f"{preset} call"].call, *inputs)}
         for kind, index in KINDS.items():
             state = cold if kind == "cold" else made
-            calls[kind] = functools.partial(step, *inputs, state, jnp.int32(index))
+            calls[kind] = functools.partial(step, *inputs, state, jnp.int32(index), None)
         for kind, call in calls.items():
             row = {"workload": workload.name, "preset": preset, "kind": kind}
             rows.append(row | dataclasses.asdict(profile(call)))
@@ -238,7 +181,7 @@ def _row(
     }
     steps = of_kinds(times)
     program = programs[f"{preset} step"]
-    state = jax.eval_shape(functools.partial(_fresh_state, workload, preset))
+    state = jax.eval_shape(functools.partial(fresh_state, workload, preset))
     own = {name: entry for name, entry in measured.items() if name.startswith(preset)}
     return {
         "workload": workload.name,
@@ -274,7 +217,7 @@ def _over_peer(preset: str, steps: OfKinds, measured: Mapping[str, Measurement])
     }
 
 
-def measure_stages(stages, settings: Settings) -> list[dict[str, Any]]:
+def measure_stages(stages: Sequence[Stage], pace: Pace) -> list[dict[str, Any]]:
     """A row for each stage: its time, its bytes, and these over the bandwidth of a copy.
 
     The first stage is the copy.
@@ -287,7 +230,7 @@ def measure_stages(stages, settings: Settings) -> list[dict[str, Any]]:
         for i, stage in enumerate(stages)
         if i in compiled
     }
-    measured = settings.time(candidates, settings.seconds)
+    measured = _in_turns(candidates, pace)
     copy = stages[0].bytes / (1e-3 * measured[stages[0].name].median_ms)
     return [
         {

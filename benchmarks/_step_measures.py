@@ -10,37 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import vc_jax
-
 from ._amdahl import of_kinds, summary
-from ._denoising import (
-    KINDS,
-    SCHEDULE,
-    Program,
-    matrix_flops,
-    matrix_product_job,
-    state_function,
-)
-from ._timing import Candidate, Measurement, sustained
+from ._model_programs import has_lengths, matrix_flops, matrix_product_job, state_function
+from ._programs import KINDS, SCHEDULE, Program, fresh_state
+from ._timing import Candidate, Measurement, Pace, sustained
 from ._video_models import VideoModel
 from ._workloads import random_inputs
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """How long to measure.
-
-    Attributes:
-      presets: low-bit presets.
-      seconds: of a step a round, where it is shorter; attention takes half of that.
-      rounds: at most.
-      deadline: of `time.perf_counter()`; no round but the first begins that would end after it.
-    """
-
-    presets: tuple[str, ...]
-    seconds: float
-    rounds: int
-    deadline: float = math.inf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,8 +109,12 @@ class _Steps:
         return jax.block_until_ready(jax.jit(state_function(graph))(weights, latents, conditioning))
 
 
-def measure_steps(
-    model: VideoModel, programs: Mapping[str, Program], settings: Settings, log: Log
+def measure_denoising_steps(
+    model: VideoModel,
+    programs: Mapping[str, Program],
+    presets: Sequence[str],
+    pace: Pace,
+    log: Log,
 ) -> list[dict[str, Any]]:
     """Rows of every kind of step of every method, with the error against BF16.
 
@@ -149,14 +128,14 @@ def measure_steps(
     candidates = {"bf16": Candidate(lambda: steps.run("bf16")[0])}
     measured: dict[str, Measurement] = {}
     # The first execution is a fair estimate of a long step only.
-    estimates = {"bf16": first} if first >= 2 * settings.seconds else {}
-    for preset in settings.presets:
+    estimates = {"bf16": first} if first >= 2 * pace.seconds else {}
+    for preset in presets:
         fresh = steps.fresh(preset)
         name = f"{preset}, cold"
         seconds, state = steps.timed(name, fresh, jnp.int32(KINDS["cold"]))
         log(f"{name}: first step {seconds:.2f} s")
         states = {kind: fresh if kind == "cold" else state for kind in KINDS}
-        if seconds >= settings.seconds:
+        if seconds >= pace.seconds:
             measured[name] = Measurement((1e3 * seconds,), (0.0,), None, None)
             del states["cold"]
         for kind, given in states.items():
@@ -166,18 +145,18 @@ def measure_steps(
                 return steps.run(name, given, index)[0]
 
             candidates[name] = Candidate(run)
-            if seconds >= 2 * settings.seconds:
+            if seconds >= 2 * pace.seconds:
                 estimates[name] = seconds
         del fresh, state, states
     measured |= sustained(
         candidates,
-        seconds=settings.seconds,
-        rounds=settings.rounds,
+        seconds=pace.seconds,
+        rounds=pace.rounds,
         estimates=estimates,
-        deadline=settings.deadline,
+        deadline=pace.deadline,
     )
     exact = steps.velocities["bf16"]
-    order = ["bf16"] + [f"{preset}, {kind}" for preset in settings.presets for kind in KINDS]
+    order = ["bf16"] + [f"{preset}, {kind}" for preset in presets for kind in KINDS]
     return [
         _row(name, measured[name])
         | {
@@ -193,9 +172,13 @@ def measure_attention(
     model: VideoModel,
     programs: Mapping[str, Program],
     peer: Peer,
-    settings: Settings,
+    presets: Sequence[str],
+    pace: Pace,
 ) -> list[dict[str, Any]]:
-    """Rows of one layer's attention call, of the bare kernels, and of a matrix product."""
+    """Rows of one layer's attention call, of the bare kernels, and of a matrix product.
+
+    Each takes half of the seconds that a step takes.
+    """
     inputs = random_inputs(model.workload)
     shapes = matrix_product_job(model).arguments
     (rows, width), (_, out) = (x.shape for x in shapes)
@@ -207,7 +190,7 @@ def measure_attention(
             functools.partial(programs["matrix product"].call, *product), 2.0 * rows * width * out
         ),
     }
-    for preset in settings.presets:
+    for preset in presets:
         call = programs[f"{preset} call"].call
         for kind, argument in call_states(model, preset, call, inputs).items():
 
@@ -215,15 +198,15 @@ def measure_attention(
                 return call(*inputs, *argument)[0]
 
             candidates[f"{preset}, {kind}"] = Candidate(run, model.workload.flops)
-        prepared = programs[f"{preset} prepare"].call(*inputs)
-        for label in ("kernel, means", "kernel"):
-            kernel = functools.partial(programs[f"{preset} {label}"].call, prepared)
+        for label, means in (("kernel, means", "means"), ("kernel", "no means")):
+            prepared = programs[f"{preset} prepare, {means}"].call(*inputs)
+            kernel = functools.partial(programs[f"{preset} kernel, {means}"].call, prepared)
             candidates[f"{preset} {label}"] = Candidate(kernel, model.workload.flops)
     measured = sustained(
         candidates,
-        seconds=settings.seconds / 2,
-        rounds=settings.rounds,
-        deadline=settings.deadline,
+        seconds=pace.seconds / 2,
+        rounds=pace.rounds,
+        deadline=pace.deadline,
     )
     return [_row(name, entry) for name, entry in measured.items()]
 
@@ -233,9 +216,9 @@ def call_states(
 ) -> dict[str, tuple[Any, Any, Any]]:
     """State, step and lengths of every kind of call."""
     work = model.workload
-    fresh = vc_jax.init_state(preset, work.batch, work.length, work.heads, work.head_dim)
+    fresh = fresh_state(work, preset)
     lengths = None
-    if "text_mask" in model.conditioning:
+    if has_lengths(model):
         lengths = jnp.full((work.batch,), work.length, jnp.int32)
     made = call(*inputs, fresh, jnp.int32(KINDS["cold"]), lengths)[1]
     return {

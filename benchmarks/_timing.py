@@ -11,10 +11,13 @@ import math
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import jax
+
+_LONG_ENOUGH = 0.02
+"""Seconds beside which starting an execution and waiting for it do not count."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,10 +27,27 @@ class Candidate:
     Attributes:
       run: starts one execution and returns its (asynchronous) result.
       flops: useful floating-point operations of one execution; 0 if none are claimed.
+      wait: until a result is there, and those of all executions before it.
     """
 
     run: Callable[[], Any]
     flops: float = 0.0
+    wait: Callable[[Any], Any] = jax.block_until_ready
+
+
+@dataclasses.dataclass(frozen=True)
+class Pace:
+    """How long to measure.
+
+    Attributes:
+      seconds: of each candidate a round, or one execution where that is longer.
+      rounds: at most.
+      deadline: of `time.perf_counter()`; no round but the first begins that would end after it.
+    """
+
+    seconds: float
+    rounds: int
+    deadline: float = math.inf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,25 +124,28 @@ def _repeat(candidate: Candidate, times: int) -> float:
     result = None
     for _ in range(times):
         result = candidate.run()
-    jax.block_until_ready(result)
+    candidate.wait(result)
     return time.perf_counter() - start
 
 
 def _estimate(candidate: Candidate) -> float:
-    """Seconds of one execution, the first one not counted."""
+    """Seconds of one execution, the first one not counted; of many in a row if they are short."""
     _repeat(candidate, 1)
-    once = _repeat(candidate, 1)
-    return once if once > 0.1 else _repeat(candidate, 3) / 3
+    times, seconds = 1, _repeat(candidate, 1)
+    while seconds < _LONG_ENOUGH:
+        times *= 4
+        seconds = _repeat(candidate, times)
+    return seconds / times
 
 
-def sustained(
-    candidates: Mapping[str, Candidate],
+def sustained[Name: Hashable](
+    candidates: Mapping[Name, Candidate],
     *,
     seconds: float = 2.0,
     rounds: int = 3,
-    estimates: Mapping[str, float] | None = None,
+    estimates: Mapping[Name, float] | None = None,
     deadline: float = math.inf,
-) -> dict[str, Measurement]:
+) -> dict[Name, Measurement]:
     """Time candidates in turns, each for `seconds` a round after a warm-up of a third of that.
 
     Args:
@@ -135,14 +158,14 @@ def sustained(
       deadline: of `time.perf_counter()`; no round but the first begins that would end after it.
     """
     sampler = _Sampler()
-    times: dict[str, list[float]] = {name: [] for name in candidates}
-    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in candidates}
+    times: dict[Name, list[float]] = {name: [] for name in candidates}
+    samples: dict[Name, list[tuple[float, float]]] = {name: [] for name in candidates}
     repeats = {}
     for name, candidate in candidates.items():
         if estimates is not None and name in estimates:
             repeats[name] = max(1, math.ceil(seconds / estimates[name]))
             continue
-        repeats[name] = max(2, int(seconds / _estimate(candidate)))
+        repeats[name] = max(2, math.ceil(seconds / _estimate(candidate)))
     longest = 0.0
     for done in range(rounds):
         start = time.perf_counter()

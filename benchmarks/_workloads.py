@@ -39,18 +39,29 @@ WORKLOADS = {
 
 
 def random_inputs(
-    workload: Workload, *, logit_sigma: float = 1.0, value_offset: float = 0.5, seed: int = 0
+    workload: Workload,
+    *,
+    logit_sigma: float = 1.0,
+    value_offset: float = 0.5,
+    channel_offset: float = 0.0,
+    seed: int = 0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Normal queries, keys and values in bfloat16, BTNH; values have a mean of `value_offset`."""
+    """Normal queries, keys and values in bfloat16, BTNH.
+
+    Values have a mean of `value_offset` plus, in each channel of each head, that of a normal
+    distribution of deviation `channel_offset`.
+    """
     shape = (workload.batch, workload.length, workload.heads, workload.head_dim)
 
     @jax.jit
-    def draw(keys):
+    def draw(key):
+        keys = jax.random.split(key, 3)
         query, key, value = jax.vmap(lambda k: jax.random.normal(k, shape, jnp.float32))(keys)
-        out = (query * logit_sigma, key, value + value_offset)
-        return tuple(x.astype(jnp.bfloat16) for x in out)
+        offset = jax.random.normal(jax.random.fold_in(keys[2], 0), shape[2:], jnp.float32)
+        value = value + (value_offset + channel_offset * offset)
+        return tuple(x.astype(jnp.bfloat16) for x in (query * logit_sigma, key, value))
 
-    return draw(jax.random.split(jax.random.key(seed), 3))
+    return draw(jax.random.key(seed))
 
 
 def exact_rows(query, key, value, rows: int = 256) -> tuple[jax.Array, jax.Array]:

@@ -3,30 +3,35 @@
 Every kernel of a shape runs for seconds, in turns, on random inputs, with clock and power beside
 its time and its error beside both. Preparation (rotation, quantisation, clustering) is outside: it
 has its own benchmark. The FP8 matrix product of the same run is the card's own limit.
+
+With `--whole-calls`, calls with everything that comes before the kernel, by sequence length.
 """
 
 import argparse
-import dataclasses
 import functools
 import pathlib
-import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-import vc_jax
-from vc_jax._cli import complain
+from vc_jax._command_line import complain, once, pair, positive
 
 from ..pallas_kernels import hopper
-from ._command_line import once, parser_of, positive
-from ._peers import available_peers
+from ._amdahl import kind_counts
+from ._command_line import missing_gpu, parser_of
+from ._peers import Attention, available_peers, available_torch_peers
+from ._programs import SCHEDULE, Job, abstract_inputs, compile_jobs, kernel_job, prepare_job
 from ._results import announce_figure, environment, markdown_table, pyplot, write_results
 from ._timing import Candidate, Measurement, sustained
+from ._whole_call_report import detail_table, write_whole_calls
+from ._whole_calls import SHAPES, measure_whole_calls, workload_of
 from ._workloads import WORKLOADS, Workload, exact_rows, random_inputs, relative_error
 
 BASELINE = "FlashAttention-3 BF16"
+BF16_PEERS = (BASELINE, "cuDNN BF16")
+"""What whole calls are compared with, beside the attention of PyTorch."""
 GEMM = "FP8 GEMM 8192³"
 DEFAULT_WORKLOADS = ("s4k-h24", "s8k-h24", "s32k-h16", "s75k-h8", "wan-720p")
 COLUMNS = (
@@ -58,80 +63,88 @@ def gemm_candidate() -> Candidate:
     return Candidate(lambda: product(left, right), 2.0 * size**3)
 
 
-# Nothing here is timed, and choosing the fastest matrix products would take most of a run.
-@functools.partial(
-    jax.jit,
-    static_argnames=("preset", "smooth"),
-    compiler_options={"xla_gpu_autotune_level": 0},
-)
-def prepare_in_sequence(query, key, value, preset: str, smooth: bool) -> vc_jax.Prepared8:
-    """Inputs prepared in sequence order."""
-    config = vc_jax.PRESETS[preset]
-    mean = vc_jax.mean_key(key)
-    prepared = vc_jax.prepare(query, key, value, config, key_mean=mean, smooth=smooth)
-    assert isinstance(prepared, vc_jax.Prepared8)
-    return prepared
+class Variant(NamedTuple):
+    """A way to run the fused kernel.
+
+    Attributes:
+      label: of its row.
+      preset: low-bit preset.
+      means: whether values are smoothed, and their block means added.
+      config: of the kernel; `None` takes the one for the shape.
+      softmax: how scores become probabilities.
+    """
+
+    label: str
+    preset: str
+    means: bool
+    config: hopper.Config | None
+    softmax: str
 
 
-def kernel_call(
-    prepared: vc_jax.Prepared8, means: bool, config: hopper.Config | None, softmax: str
-) -> Callable[[], jax.Array]:
-    """The fused kernel on prepared inputs, jitted."""
-    if not means:
-        prepared = dataclasses.replace(prepared, block_means=None)
-
-    @jax.jit
-    def run(prepared):
-        return hopper.attention(prepared, softmax=softmax, config=config)[0]
-
-    return lambda: run(prepared)
-
-
-def kernels_of(
-    inputs, variants: Sequence[tuple[str, str, bool, hopper.Config | None, str]]
-) -> dict[str, Callable[[], jax.Array]]:
-    """Fused kernels by label; `variants` are (label, preset, means, config, softmax)."""
-    prepared: dict[tuple[str, bool], vc_jax.Prepared8] = {}
-    calls = {}
-    for label, preset, means, config, softmax in variants:
-        if (preset, means) not in prepared:
-            prepared[preset, means] = prepare_in_sequence(*inputs, preset, means)
-        calls[label] = kernel_call(prepared[preset, means], means, config, softmax)
-    return calls
-
-
-def standard_variants(presets: Sequence[str], softmax: str = "expcast"):
+def standard_variants(presets: Sequence[str], softmax: str = "expcast") -> Iterator[Variant]:
     """With and without block means, in the kernel's default configuration."""
     for preset in presets:
-        yield f"vc_jax {preset}", preset, True, None, softmax
-        yield f"vc_jax {preset}, no means", preset, False, None, softmax
+        yield Variant(f"vc_jax {preset}", preset, True, None, softmax)
+        yield Variant(f"vc_jax {preset}, no means", preset, False, None, softmax)
+
+
+def compiled_calls(
+    workload: Workload,
+    variants: Sequence[Variant],
+    peers: Mapping[str, tuple[str, Attention]],
+    inputs: Sequence[jax.Array],
+) -> tuple[dict[str, Callable[[], jax.Array]], dict[str, float]]:
+    """Calls of peers and of the fused kernel by label, and the seconds that compiling each took.
+
+    One after the other, so that no compilation slows another one down.
+    """
+    prepares = {
+        (preset, means): prepare_job(workload, preset, smooth=means)
+        for _, preset, means, *_ in variants
+    }
+    jobs = {
+        name: Job(attention, abstract_inputs(workload)) for name, (_, attention) in peers.items()
+    }
+    for label, preset, means, config, softmax in variants:
+        prepare = prepares[preset, means]
+        jobs[label] = kernel_job(prepare, softmax=softmax, config=config)
+    programs, _ = compile_jobs(jobs, workers=1)
+    preparations, _ = compile_jobs(prepares)
+    prepared = {key: program.call(*inputs) for key, program in preparations.items()}
+    arguments = dict.fromkeys(peers, inputs) | {
+        label: (prepared[preset, means],)
+        for label, preset, means, *_ in variants
+        if (preset, means) in prepared
+    }
+    calls = {
+        label: functools.partial(programs[label].call, *arguments[label])
+        for label in jobs
+        if label in programs and label in arguments
+    }
+    return calls, {label: programs[label].compile_s for label in calls}
 
 
 def measure(
     workload: Workload,
-    variants,
+    variants: Sequence[Variant],
     *,
     seconds: float,
     rounds: int,
-    peers: dict[str, Any],
+    peers: Mapping[str, tuple[str, Attention]],
     logit_sigma: float = 1.0,
 ) -> list[dict[str, Any]]:
     """Rows of one workload: every kernel's speed and error."""
     inputs = random_inputs(workload, logit_sigma=logit_sigma)
     exact, chosen = exact_rows(*inputs)
-    calls: dict[str, Callable[[], jax.Array]] = {}
-    for name, (_, attention) in peers.items():
-        calls[name] = functools.partial(jax.jit(attention), *inputs)
-    calls |= kernels_of(inputs, variants)
+    calls, compile_s = compiled_calls(workload, variants, peers, inputs)
     candidates, facts = {}, {}
     for name, call in calls.items():
-        start = time.perf_counter()
         try:
             out = jax.block_until_ready(call())
         except Exception as error:  # a peer that does not take this shape
             print(f"  {name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
             continue
-        facts[name] = (time.perf_counter() - start, relative_error(out, exact, chosen))
+        facts[name] = (compile_s[name], relative_error(out, exact, chosen))
         del out
         candidates[name] = Candidate(call, workload.flops)
     candidates[GEMM] = gemm_candidate()
@@ -201,35 +214,93 @@ def plot_over_length(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None
 def parser() -> argparse.ArgumentParser:
     """Command line of this benchmark."""
     parse = parser_of("attention", __doc__)
-    parse.add_argument(
-        "--workloads", nargs="+", choices=sorted(WORKLOADS), default=list(DEFAULT_WORKLOADS)
+    add = parse.add_argument
+    add("--presets", nargs="+", choices=("fp8", "int8"), default=["fp8", "int8"])
+    add(
+        "--seconds",
+        type=positive(float),
+        help="of each kernel a round (default: 2), or of each whole call (0.6)",
     )
-    parse.add_argument("--presets", nargs="+", choices=("fp8", "int8"), default=["fp8", "int8"])
-    parse.add_argument("--softmax", choices=hopper.SOFTMAX, default="expcast")
-    parse.add_argument("--logit-sigma", type=positive(float), default=1.0)
-    parse.add_argument(
-        "--seconds", type=positive(float), default=2.0, help="of each kernel a round"
+    add("--rounds", type=positive(int), default=3)
+    kernels = parse.add_argument_group("bare kernels")
+    kernels.add_argument(
+        "--workloads",
+        nargs="+",
+        choices=sorted(WORKLOADS),
+        help=f"shapes (default: {' '.join(DEFAULT_WORKLOADS)})",
     )
-    parse.add_argument("--rounds", type=positive(int), default=3)
+    kernels.add_argument("--softmax", choices=hopper.SOFTMAX, help="default: expcast")
+    kernels.add_argument("--logit-sigma", type=positive(float), help="default: 1")
+    calls = parse.add_argument_group("whole calls")
+    calls.add_argument(
+        "--whole-calls",
+        action="store_true",
+        help="measure whole calls by sequence length instead: in one jitted scan, and one "
+        "dispatch each, against the fastest BF16 attention",
+    )
+    calls.add_argument(
+        "--shapes",
+        nargs="+",
+        type=_shape,
+        metavar="TOKENSxHEADS",
+        help=f"default: {' '.join(f'{s}x{h}' for s, h in SHAPES)}",
+    )
     return parse
 
 
+def _shape(text: str) -> tuple[int, int]:
+    """Tokens and heads."""
+    shape = pair(text, "TOKENSxHEADS", "4096x24")
+    if min(shape) < 1:
+        raise argparse.ArgumentTypeError(f"must be positive, got {text}")
+    return shape
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; what only the other of the two measurements takes is refused."""
+    parse = parser()
+    arguments = parse.parse_args(argv)
+    of_kernels = {"workloads": list(DEFAULT_WORKLOADS), "softmax": "expcast", "logit_sigma": 1.0}
+    of_calls = {"shapes": list(SHAPES)}
+    other = of_kernels if arguments.whole_calls else of_calls
+    for name in other:
+        if getattr(arguments, name) is not None:
+            only = "without" if arguments.whole_calls else "with"
+            parse.error(f"--{name.replace('_', '-')} is taken {only} --whole-calls only")
+    own = of_calls if arguments.whole_calls else of_kernels
+    for name, default in (own | {"seconds": 0.6 if arguments.whole_calls else 2.0}).items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, default)
+    return arguments
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; 2 when this machine has no GPU that the kernel runs on."""
-    arguments = parser().parse_args(argv)
-    reason = _missing_gpu()
+    """Run the benchmark; 2 when this machine has no GPU that the kernel runs on, or when whole
+    calls have no BF16 attention to be compared with."""
+    arguments = parse_arguments(argv)
+    reason = missing_gpu()
     if reason is not None:
         return complain("bench attention", reason)
-    announce_figure()
     peers, missing = available_peers()
     about = environment() | {
         "peers": {name: version for name, (version, _) in peers.items()},
         "missing_peers": missing,
         "seconds": arguments.seconds,
         "rounds": arguments.rounds,
-        "logit_sigma": arguments.logit_sigma,
-        "softmax": arguments.softmax,
     }
+    if arguments.whole_calls:
+        return run_whole_calls(arguments, about, peers)
+    return run_kernels(arguments, about, peers)
+
+
+def run_kernels(
+    arguments: argparse.Namespace,
+    about: dict[str, Any],
+    peers: Mapping[str, tuple[str, Attention]],
+) -> int:
+    """Measure the bare kernels and write."""
+    announce_figure()
+    about |= {"logit_sigma": arguments.logit_sigma, "softmax": arguments.softmax}
     rows, parts = [], [f"# Attention kernels\n\n{about}\n"]
     for name in once(arguments.workloads):
         workload = WORKLOADS[name]
@@ -252,8 +323,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _missing_gpu() -> str | None:
-    device = jax.devices()[0]
-    if str(getattr(device, "compute_capability", "")) != "9.0":
-        return f"needs a GPU of compute capability 9.0, this is {device.device_kind}"
-    return None
+def run_whole_calls(
+    arguments: argparse.Namespace,
+    about: dict[str, Any],
+    peers: Mapping[str, tuple[str, Attention]],
+) -> int:
+    """Measure whole calls shape after shape; write after each."""
+    of_jax = {name: attention for name, (_, attention) in peers.items() if name in BF16_PEERS}
+    if not of_jax:
+        wanted = ", ".join(BF16_PEERS)
+        return complain("bench attention", f"needs one of {wanted}: {about['missing_peers']}")
+    announce_figure()
+    torch_peers, missing = available_torch_peers()
+    versions = {name: version for name, (version, _) in {**peers, **torch_peers}.items()}
+    used = (*of_jax, *torch_peers)
+    about["peers"] = {name: versions[name] for name in used}
+    about["missing_peers"] = {
+        name: why for name, why in about["missing_peers"].items() if name in BF16_PEERS
+    } | missing
+    about["schedule"] = kind_counts(SCHEDULE)
+    rows: list[dict[str, Any]] = []
+    for length, heads in once(arguments.shapes):
+        found = measure_whole_calls(
+            workload_of(length, heads),
+            arguments.presets,
+            of_jax,
+            seconds=arguments.seconds,
+            rounds=arguments.rounds,
+            torch_peers={name: attention for name, (_, attention) in torch_peers.items()},
+        )
+        rows += found
+        print(detail_table(found), flush=True)
+        write_whole_calls(arguments.output, about, rows)
+    return 0

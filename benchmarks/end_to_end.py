@@ -15,33 +15,23 @@ from typing import Any
 
 import jax
 
-from vc_jax._cli import complain
+from vc_jax._command_line import complain, positive
 
-from ._command_line import parser_of, positive
-from ._denoising import (
-    KINDS,
-    LOW_BIT_PROGRAMS,
-    SCHEDULE,
-    Job,
-    Program,
-    call_arguments,
-    compile_jobs,
-    jobs_before,
-    low_bit_jobs,
-)
+from ._command_line import missing_gpu, parser_of
 from ._end_to_end_report import EndToEndResults
+from ._model_programs import LOW_BIT_PROGRAMS, jobs_before, low_bit_jobs
 from ._peers import available_peers
+from ._programs import KINDS, SCHEDULE, Job, Program, abstract_inputs, compile_jobs
 from ._results import announce_figure, environment
 from ._step_measures import (
     Peer,
-    Settings,
     choose_peer,
     measure_attention,
-    measure_steps,
+    measure_denoising_steps,
     summaries,
 )
+from ._timing import Pace
 from ._video_models import VIDEO_MODELS, VideoModel
-from .attention import _missing_gpu
 
 PEERS = ("FlashAttention-3 BF16", "cuDNN BF16")
 _STEPS_SHARE = 0.8
@@ -110,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       on, or no BF16 attention to compare with.
     """
     arguments = parser().parse_args(argv)
-    reason = _missing_gpu()
+    reason = missing_gpu()
     if reason is not None:
         return complain("bench end-to-end", reason)
     found, missing = available_peers()
@@ -181,7 +171,7 @@ def compile_all(
         compile_jobs, options=dict(arguments.compiler_option) or None, log=clock.log
     )
     calls = {
-        (name, peer): Job(attention, call_arguments(model))
+        (name, peer): Job(attention, abstract_inputs(model.workload))
         for name, model in models.items()
         for peer, attention in attentions.items()
     }
@@ -224,15 +214,13 @@ def measure_model(
         if all(f"{preset} {part}" in programs for part in LOW_BIT_PROGRAMS)
     ]
     now = time.perf_counter()
-    settings = Settings(
-        tuple(presets), arguments.seconds, arguments.rounds, now + _STEPS_SHARE * seconds
-    )
-    steps = measure_steps(model, programs, settings, clock.log)
+    pace = Pace(arguments.seconds, arguments.rounds, now + _STEPS_SHARE * seconds)
+    steps = measure_denoising_steps(model, programs, presets, pace, clock.log)
     for row in steps:
         error = f"error {100 * row['relative_l2']:.3f} %, finite: {row['finite']}"
         clock.log(f"{row['name']}: {row['milliseconds']:,.0f} ms, {error}")
-    settings = dataclasses.replace(settings, deadline=now + seconds)
-    attention = measure_attention(model, programs, peer, settings)
+    pace = dataclasses.replace(pace, deadline=now + seconds)
+    attention = measure_attention(model, programs, peer, presets, pace)
     clock.log("attention measured")
     memory = jax.devices()[0].memory_stats() or {}
     return {

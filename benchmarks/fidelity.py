@@ -19,11 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from vc_jax._cli import complain, path
+from vc_jax._command_line import complain, once, path, positive, share
 
 from ..models import VideoDiT, load_video_dit
 from ..models.sample_job.clip import InputError, load_clip, to_model
-from ._command_line import once, parser_of, positive, share
+from ._command_line import parser_of
 from ._fidelity_measures import METHODS, Head, measure_head
 from ._results import announce_figure, environment, markdown_table, pyplot, write_results
 

@@ -11,25 +11,24 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from vc_jax._cli import complain
+from vc_jax._command_line import complain, once, positive
 
 from ._amdahl import kind_counts
-from ._command_line import once, parser_of, positive
-from ._denoising import KINDS, SCHEDULE
+from ._command_line import missing_gpu, parser_of
 from ._peers import available_peers
 from ._preprocess_stages import check_codes, check_energy, clustered_inputs, stages
 from ._preprocess_steps import (
     PEER,
-    Settings,
     compile_workloads,
     deadline_after,
+    measure_attention_steps,
     measure_stages,
-    measure_steps,
     profile_calls,
 )
+from ._programs import KINDS, SCHEDULE
 from ._results import environment, markdown_table, write_results
+from ._timing import Pace
 from ._workloads import WORKLOADS
-from .attention import _missing_gpu
 
 DEFAULT_WORKLOADS = ("wan-720p",)
 SCHEDULE_WORKLOADS = ("wan-720p", "hunyuan-720p", "longcat-480p", "minimax-h3")
@@ -80,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse.parse_args(argv)
     if not arguments.workloads and not arguments.schedules:
         parse.error("nothing to measure: --workloads and --schedules are both empty")
-    reason = _missing_gpu()
+    reason = missing_gpu()
     if reason is not None:
         return complain("bench preprocess", reason)
     peers, missing = available_peers()
@@ -103,13 +102,11 @@ def run(arguments: argparse.Namespace, about: dict[str, Any], peer: Any) -> int:
     report: dict[str, Any] = {"environment": about}
     report["stages"] = {name: _stages_of(name, arguments, deadline) for name in arguments.workloads}
     names = once(arguments.schedules)
-    settings = Settings(
-        arguments.presets, arguments.call_seconds, arguments.seconds, arguments.rounds, deadline
-    )
+    pace = Pace(arguments.call_seconds, arguments.rounds, deadline)
     start = time.perf_counter()
     programs = compile_workloads(
         {name: WORKLOADS[name] for name in names},
-        settings,
+        arguments.presets,
         {names[0]: peer} if peer is not None and names else {},
         stateless=names[:1],
     )
@@ -118,7 +115,9 @@ def run(arguments: argparse.Namespace, about: dict[str, Any], peer: Any) -> int:
     report["profile"] = []
     for name in names:
         own = programs.pop(name)
-        rows = measure_steps(WORKLOADS[name], own, settings)
+        rows = measure_attention_steps(
+            WORKLOADS[name], own, arguments.presets, pace, arguments.seconds
+        )
         report["steps"] += rows
         print(_steps_table(rows), flush=True)
         if name == names[0]:
@@ -133,11 +132,10 @@ def run(arguments: argparse.Namespace, about: dict[str, Any], peer: Any) -> int:
 
 def _stages_of(name: str, arguments: argparse.Namespace, deadline: float) -> dict[str, Any]:
     workload = WORKLOADS[name]
-    seconds = arguments.stage_seconds
-    settings = Settings(arguments.presets, seconds, seconds, arguments.rounds, deadline)
+    pace = Pace(arguments.stage_seconds, arguments.rounds, deadline)
     inputs = clustered_inputs(workload)
     found = {
-        "rows": measure_stages(stages(workload, inputs, arguments.presets), settings),
+        "rows": measure_stages(stages(workload, inputs, arguments.presets), pace),
         "codes": [check_codes(workload, preset) for preset in arguments.presets],
         "energy": check_energy(workload, inputs.value),
     }

@@ -15,10 +15,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+import vc_jax
+
 from .common.checks import check_index
 
-AttentionLike = Any
+AttentionFunction = Callable[..., Any]
+"""Has the signature of `jax.nn.dot_product_attention`."""
+AttentionLike = str | vc_jax.AttentionConfig | AttentionFunction
 """A preset's name, a `vc_jax.AttentionConfig` or a callable like `dot_product_attention`."""
+SelfAttention = Callable[[Array, Array, Array], tuple[Array, vc_jax.AttentionState | None]]
+"""What a block calls: query, key and value to the output and the layer's new state."""
+LayerInputs = tuple[vc_jax.AttentionState | None, Bool[Array, ""] | None]
+"""What `AttentionControl.per_layer` has for one layer: its state and whether it runs in bf16."""
+ModelState = vc_jax.AttentionState | dict[str, vc_jax.AttentionState]
+"""The V-Smooth state of a model, by call where a layer makes several."""
 
 
 def check_attention(attention: AttentionLike, name: str = "attention") -> None:
@@ -30,8 +40,6 @@ def check_attention(attention: AttentionLike, name: str = "attention") -> None:
     """
     if callable(attention):
         return
-    import vc_jax
-
     if isinstance(attention, str):
         if attention not in vc_jax.PRESETS:
             raise ValueError(
@@ -45,7 +53,7 @@ def check_attention(attention: AttentionLike, name: str = "attention") -> None:
         )
 
 
-def attention_function(attention: AttentionLike, name: str = "attention") -> Callable[..., Any]:
+def attention_function(attention: AttentionLike, name: str = "attention") -> AttentionFunction:
     """The function behind an `attention=` argument.
 
     Raises:
@@ -54,8 +62,6 @@ def attention_function(attention: AttentionLike, name: str = "attention") -> Cal
     check_attention(attention, name)
     if callable(attention):
         return attention
-    import vc_jax
-
     return functools.partial(vc_jax.dot_product_attention, config=attention)
 
 
@@ -68,8 +74,6 @@ def uses_state(attention: AttentionLike) -> bool:
     check_attention(attention)
     if callable(attention):
         return False
-    import vc_jax
-
     return (vc_jax.PRESETS[attention] if isinstance(attention, str) else attention).clustered
 
 
@@ -92,13 +96,13 @@ class AttentionControl:
       schedule: `vc_jax.DenoisingSchedule`, static; needed with `state`.
     """
 
-    state: Any = None
+    state: ModelState | None = None
     step: Int[Array, ""] | int | None = None
     high_precision_layers: Bool[Array, "layers"] | None = None
     bf16_steps_mask: Bool[Array, "steps"] | None = None
-    schedule: Any = None
+    schedule: vc_jax.DenoisingSchedule | None = None
 
-    def per_layer(self, num_layers: int) -> tuple[Any, Bool[Array, "layers"] | None]:
+    def per_layer(self, num_layers: int) -> tuple[ModelState | None, Bool[Array, "layers"] | None]:
         """The state and the bf16 flag of each layer, as two pytrees with a leading layer axis.
 
         Raises:
@@ -148,10 +152,10 @@ def attend(
     key: Float[Array, "b s n h"],
     value: Float[Array, "b s n h"],
     control: AttentionControl,
-    state: Any,
+    state: vc_jax.AttentionState | None,
     high_precision: Bool[Array, ""] | None,
     key_value_seq_lengths: Int[Array, "b"] | None = None,
-) -> tuple[Float[Array, "b t n h"], Any]:
+) -> tuple[Float[Array, "b t n h"], vc_jax.AttentionState | None]:
     """One self-attention call of one layer, and the layer's new state.
 
     Args:
@@ -169,15 +173,16 @@ def attend(
     if key_value_seq_lengths is not None:
         lengths["key_value_seq_lengths"] = key_value_seq_lengths
 
-    def low(query: Array, key: Array, value: Array, state: Any) -> tuple[Any, Any]:
+    def low(
+        query: Array, key: Array, value: Array, state: vc_jax.AttentionState | None
+    ) -> tuple[Any, vc_jax.AttentionState | None]:
         if state is None:
             return attention_function(attention)(query, key, value, **lengths), None
         if callable(attention):
             raise ValueError("control.state: a callable attention keeps no state; pass a preset")
-        import vc_jax
-
         assert control.step is not None  # checked by per_layer
-        return vc_jax.attention_step(
+        assert control.schedule is not None  # likewise
+        attended: Any = vc_jax.attention_step(
             query,
             key,
             value,
@@ -187,8 +192,11 @@ def attend(
             config=attention,
             **lengths,
         )
+        return attended
 
-    def high(query: Array, key: Array, value: Array, state: Any) -> tuple[Any, Any]:
+    def high(
+        query: Array, key: Array, value: Array, state: vc_jax.AttentionState | None
+    ) -> tuple[Any, vc_jax.AttentionState | None]:
         return attention_function("bf16")(query, key, value, **lengths), state
 
     if high_precision is None:

@@ -6,22 +6,24 @@ latents, the solver's memory and the V-Smooth state; guidance runs both halves a
 
 import functools
 import sys
-import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tqdm
 from flax import nnx
 from jax.typing import ArrayLike
-from jaxtyping import Array
+from jaxtyping import Array, Bool
 
-from .attention import AttentionControl, uses_state
-from .common.base import VideoTransformer
+import vc_jax
+
+from .attention import AttentionControl, ModelState, uses_state
+from .common.base import Latents, VideoTransformer
 from .common.schedulers import Sampling
 
-Latents = Any
-"""An array [B, C, T, H, W], or a dict of arrays (MiniMax-H3: `video` and `audio` rows)."""
+Parts = dict[str, Array]
+"""Latents by what they are of, also where there is only video."""
 
 
 def sample(
@@ -32,7 +34,7 @@ def sample(
     negative: dict[str, Any] | None = None,
     sampling: Sampling | None = None,
     low_noise_model: VideoTransformer | None = None,
-    schedule: Any = None,
+    schedule: vc_jax.DenoisingSchedule | None = None,
     high_precision_layers: ArrayLike | None = None,
     bf16_steps_mask: ArrayLike | None = None,
     progress: bool = True,
@@ -67,8 +69,6 @@ def sample(
     conditioning = {name: value for name, value in conditioning.items() if value is not None}
     _check_negative(negative, conditioning)
     if schedule is None and uses_state(model.attention):
-        import vc_jax
-
         schedule = vc_jax.DenoisingSchedule(sampling.num_steps)
     if schedule is not None and schedule.num_steps != sampling.num_steps:
         raise ValueError(f"schedule: has {schedule.num_steps} steps, sampling {sampling.num_steps}")
@@ -92,7 +92,10 @@ def sample(
         latents,
         conditioning,
         negative,
-        (high_precision_layers, bf16_steps_mask),
+        tuple(
+            None if mask is None else jnp.asarray(mask, bool)
+            for mask in (high_precision_layers, bf16_steps_mask)
+        ),
     )
     if progress:
         jax.block_until_ready(result)
@@ -102,40 +105,46 @@ def sample(
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _run(
-    graphs: tuple[Any, ...],
+    graphs: tuple[nnx.GraphDef, ...],
     sampling: Sampling,
-    schedule: Any,
+    schedule: vc_jax.DenoisingSchedule | None,
     progress: bool,
-    parameters: list[Any],
+    parameters: list[nnx.State],
     latents: Latents,
     conditioning: dict[str, Any],
     negative: dict[str, Any] | None,
-    policies: tuple[Any, Any],
+    policies: tuple[Bool[Array, "layers"] | None, Bool[Array, "steps"] | None],
 ) -> Latents:
     model = nnx.merge(graphs[0], parameters[0])
-    both = conditioning if negative is None else _both(model, negative, conditioning, latents)
+    batch = jax.tree.leaves(latents)[0].shape[0]
+    both = conditioning if negative is None else _both(model, negative, conditioning, batch)
     single = not isinstance(latents, dict)
     shifts = {"video": sampling.shift, "audio": sampling.audio_shift}
-    parts = {"video": latents} if single else latents
+    parts = latents if isinstance(latents, dict) else {"video": latents}
     solvers = {name: sampling.make_solver(shifts[name]) for name in parts}
     times = {name: jnp.asarray(sampling.timesteps(shifts[name]), jnp.float32) for name in parts}
     scales = jnp.asarray(sampling.guidance_scales(), jnp.float32)
     high_noise = sampling.high_noise()
     first_low = int(np.argmin(high_noise)) if len(graphs) > 1 and not high_noise.all() else None
 
-    def evaluate(which: int, parts: Any, index: Array, state: Any) -> tuple[Any, Any]:
+    def evaluate(
+        which: int, parts: Parts, index: Array, state: ModelState | None
+    ) -> tuple[Parts, ModelState | None]:
         expert = nnx.merge(graphs[which], parameters[which])
-        given, now = parts, {name: table[index] for name, table in times.items()}
+        given: Any = parts["video"] if single else parts
+        now: Any = {name: table[index] for name, table in times.items()}
         if single:
-            given, now = parts["video"], now["video"]
+            now = now["video"]
         given = expert.impose(given, conditioning)
         if negative is not None:
             given = jnp.concatenate([given, given])
         control = AttentionControl(state, index, *policies, schedule=schedule)
         velocity, state = expert.denoise(given, now, both, control)
+        velocities = velocity if isinstance(velocity, dict) else {"video": velocity}
         if negative is not None:
-            velocity = _guide(velocity, scales[index], sampling.guidance_form)
-        return ({"video": velocity} if single else velocity), state
+            form = sampling.guidance_form
+            velocities["video"] = _guide(velocities["video"], scales[index], form)
+        return velocities, state
 
     def step(carry: Any, index: Array) -> tuple[Any, None]:
         parts, memories, state = carry
@@ -143,7 +152,7 @@ def _run(
             velocities, state = evaluate(0, parts, index, state)
         else:
             if state is not None and first_low is not None:
-                state = jax.lax.cond(index == first_low, _reset, lambda s: s, state)
+                state = jax.lax.cond(index == first_low, vc_jax.reset, lambda s: s, state)
             velocities, state = jax.lax.cond(
                 jnp.asarray(high_noise)[index],
                 functools.partial(evaluate, 0),
@@ -163,18 +172,13 @@ def _run(
 
     state = None
     if schedule is not None:
-        given = latents if negative is None else jnp.concatenate([latents, latents])
-        state = model.sampling_state(given, both)
+        copies = 1 if negative is None else 2
+        doubled = jax.tree.map(lambda x: jnp.concatenate([x] * copies), latents)
+        state = model.sampling_state(doubled, both)
     memories = {name: solvers[name].init(parts[name]) for name in parts}
     steps = jnp.arange(sampling.num_steps, dtype=jnp.int32)
     (parts, _, _), _ = jax.lax.scan(step, (parts, memories, state), steps)
     return model.impose(parts["video"] if single else parts, conditioning)
-
-
-def _reset(state: Any) -> Any:
-    import vc_jax
-
-    return vc_jax.reset(state)
 
 
 def _check_modes(
@@ -214,13 +218,13 @@ def _check_negative(negative: dict[str, Any] | None, positive: dict[str, Any]) -
 
 
 def _both(
-    model: VideoTransformer, negative: dict[str, Any], positive: dict[str, Any], latents: Array
+    model: VideoTransformer, negative: dict[str, Any], positive: dict[str, Any], batch: int
 ) -> dict[str, Any]:
     """Conditioning of the doubled batch: the unconditional half first."""
 
     def join(axis: int, first: Array, second: Array) -> Array:
         # One entry for the whole batch (a cache) is left to broadcast.
-        if first is second and first.shape[axis] == 1 < latents.shape[0]:
+        if first is second and first.shape[axis] == 1 < batch:
             return first
         return jnp.concatenate([first, second], axis=axis)
 
@@ -243,21 +247,22 @@ def _guide(velocity: Array, scale: Array, form: str) -> Array:
 
 
 class _Bar:
-    """A line on stderr. One object for all runs, so that a compiled run stays valid."""
+    """A bar on stderr. One object for all runs, so that a compiled run stays valid."""
 
     def __init__(self):
-        self.total, self.began = 1, 0.0
+        self._bar = None
 
     def start(self, total: int) -> None:
-        self.total, self.began = total, time.monotonic()
+        if self._bar is not None:  # of a run that failed
+            self._bar.close()
+        self._bar = tqdm.tqdm(total=total, file=sys.stderr, unit="step", mininterval=0.0)
 
-    def show(self, index: Any) -> None:
-        done = int(index) + 1
-        filled = 30 * done // self.total
-        seconds = time.monotonic() - self.began
-        line = f"\r[{'#' * filled:.<30}] {done}/{self.total} {seconds:.1f} s"
-        end = "\n" if done == self.total else ""
-        print(line, end=end, file=sys.stderr, flush=True)
+    def show(self, _: np.ndarray) -> None:
+        """One more step is done; the argument makes the callback wait for it."""
+        if self._bar is not None:
+            self._bar.update()
+            if self._bar.n == self._bar.total:
+                self._bar.close()
 
 
 _bar = _Bar()

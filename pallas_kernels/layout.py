@@ -55,7 +55,7 @@ PROBABILITY_SCALE = 256.0
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Prepared8:
     """8-bit prepared inputs of one attention call; see the module's text.
 

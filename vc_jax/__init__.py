@@ -4,6 +4,7 @@ Array axes are named as in `jax.nn.dot_product_attention`: B batch, T query leng
 length, N query heads, K key/value heads, H head dim.
 """
 
+from . import _export as _export
 from ._attention import Explanation, dot_product_attention, explain
 from ._compare import Comparison, compare
 from ._config import PRESETS, AttentionConfig, default_clusters, default_lloyd_stride

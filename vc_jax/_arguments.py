@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool
 
 from ._config import AttentionConfig, resolve_config
 from ._quantize import NVFP4_GROUP
-from ._tracing import concrete, is_concrete
+from ._tracing import Size, concrete, is_concrete, is_symbolic
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
@@ -137,6 +137,13 @@ def check_shapes(query, key, value) -> None:
             raise ValueError(
                 f"{name} must have {query.ndim} axes as query has, got shape {array.shape}"
             )
+        fixed = array.shape[-2:] if name == "query" else array.shape[-3:]
+        if any(map(is_symbolic, fixed)):
+            raise ValueError(
+                f"{name} must have fixed {'N and H' if name == 'query' else 'S, K and H'} to be "
+                f"exported (B and T may be symbols, and key_value_seq_lengths says how many of S "
+                f"keys count), got shape {array.shape}"
+            )
         if 0 in array.shape:
             raise ValueError(f"{name} must not be empty, got shape {array.shape}")
     if value.shape != key.shape:
@@ -168,7 +175,7 @@ def _array_of_lengths(name: str, lengths) -> Array | np.ndarray:
         raise TypeError(f"{name} must be integers, got {lengths!r}") from error
 
 
-def _lengths(name: str, lengths, batch: int, limit: int) -> Array | None:
+def _lengths(name: str, lengths, batch: Size, limit: Size) -> Array | None:
     """Validity [B, limit] of a prefix of each row."""
     if lengths is None:
         return None
@@ -186,7 +193,7 @@ def _lengths(name: str, lengths, batch: int, limit: int) -> Array | None:
     return jnp.arange(limit) < jnp.reshape(jnp.asarray(lengths), (batch, 1))
 
 
-def _mask_shape(mask, batch: int, heads: int, rows: int, length: int, unbatched: bool) -> Any:
+def _mask_shape(mask, batch: Size, heads: Size, rows: Size, length: Size, unbatched: bool) -> Any:
     """The mask with four axes, each 1 or full."""
     if not (hasattr(mask, "dtype") and hasattr(mask, "shape")):
         mask = np.asarray(mask)
@@ -221,7 +228,7 @@ def _concrete_mask(mask: np.ndarray) -> tuple[Array, Array | None]:
     return jnp.asarray(key), None if query is None else jnp.asarray(query)
 
 
-def _mask(mask, batch: int, heads: int, rows: int, length: int, unbatched: bool):
+def _mask(mask, batch: Size, heads: Size, rows: Size, length: Size, unbatched: bool):
     """Key validity, query validity and poison of a mask."""
     mask = _mask_shape(mask, batch, heads, rows, length, unbatched)
     known = concrete(mask)

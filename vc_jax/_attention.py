@@ -2,7 +2,9 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Literal, overload
 
+import jax
 from jaxtyping import Array, Float, Int
 
 from ._arguments import Inputs, bind
@@ -11,6 +13,10 @@ from ._dispatch import attend, choose, default_device, request_of, select_implem
 from ._explicit_axes import spread
 from ._implementations import Result, Static
 from ._order import AttentionState, check_state, order_from_state
+
+Output = Float[Array, "*b t n h"]
+Normaliser = Float[Array, "*b t n"]
+MaybeAbstract = Array | jax.ShapeDtypeStruct
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +41,47 @@ class Explanation:
         return "\n".join(lines)
 
 
+@overload
+def dot_product_attention(
+    query: Float[Array, "*b t n h"],
+    key: Float[Array, "*b s k h"],
+    value: Float[Array, "*b s k h"],
+    bias: None = None,
+    mask: Array | None = None,
+    *,
+    config: AttentionConfig | str = "int8",
+    scale: Float[Array, ""] | float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Int[Array, " b"] | Sequence[int] | None = None,
+    key_value_seq_lengths: Int[Array, " b"] | Sequence[int] | None = None,
+    local_window_size: None = None,
+    state: AttentionState | None = None,
+    implementation: str | None = None,
+    return_residual: Literal[False] = False,
+) -> Output: ...
+
+
+@overload
+def dot_product_attention(
+    query: Float[Array, "*b t n h"],
+    key: Float[Array, "*b s k h"],
+    value: Float[Array, "*b s k h"],
+    bias: None = None,
+    mask: Array | None = None,
+    *,
+    config: AttentionConfig | str = "int8",
+    scale: Float[Array, ""] | float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Int[Array, " b"] | Sequence[int] | None = None,
+    key_value_seq_lengths: Int[Array, " b"] | Sequence[int] | None = None,
+    local_window_size: None = None,
+    state: AttentionState | None = None,
+    implementation: str | None = None,
+    return_residual: Literal[True],
+) -> tuple[Output, Normaliser]: ...
+
+
+@overload
 def dot_product_attention(
     query: Float[Array, "*b t n h"],
     key: Float[Array, "*b s k h"],
@@ -51,7 +98,26 @@ def dot_product_attention(
     state: AttentionState | None = None,
     implementation: str | None = None,
     return_residual: bool = False,
-):
+) -> Output | tuple[Output, Normaliser]: ...
+
+
+def dot_product_attention(
+    query: Float[Array, "*b t n h"],
+    key: Float[Array, "*b s k h"],
+    value: Float[Array, "*b s k h"],
+    bias: None = None,
+    mask: Array | None = None,
+    *,
+    config: AttentionConfig | str = "int8",
+    scale: Float[Array, ""] | float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Int[Array, " b"] | Sequence[int] | None = None,
+    key_value_seq_lengths: Int[Array, " b"] | Sequence[int] | None = None,
+    local_window_size: None = None,
+    state: AttentionState | None = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+) -> Output | tuple[Output, Normaliser]:
     """Low-bit attention with the signature of `jax.nn.dot_product_attention`.
 
     Lengths and masks may be traced; they never cause a recompilation. Invalid keys change nothing,
@@ -125,18 +191,18 @@ def _attend(
 
 
 def explain(
-    query,
-    key,
-    value,
-    bias=None,
-    mask=None,
+    query: MaybeAbstract,
+    key: MaybeAbstract,
+    value: MaybeAbstract,
+    bias: None = None,
+    mask: MaybeAbstract | None = None,
     *,
     config: AttentionConfig | str = "int8",
-    scale=None,
+    scale: MaybeAbstract | float | None = None,
     is_causal: bool = False,
-    query_seq_lengths=None,
-    key_value_seq_lengths=None,
-    local_window_size=None,
+    query_seq_lengths: MaybeAbstract | Sequence[int] | None = None,
+    key_value_seq_lengths: MaybeAbstract | Sequence[int] | None = None,
+    local_window_size: None = None,
     state: AttentionState | None = None,
     implementation: str | None = None,
     return_residual: bool = False,

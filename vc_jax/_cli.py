@@ -15,20 +15,15 @@ import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
+from ._command_line import Parser, complain, once, pair, path
+
 BENCHMARKS = ("attention", "preprocess", "end-to-end", "fidelity")
 _PRESETS = ("bf16", "int8", "fp8", "nvfp4")
-_USAGE_ERROR, _INTERRUPTED, _TERMINATED = 2, 130, 143
+_INTERRUPTED, _TERMINATED = 130, 143
 
 
 class _Terminated(KeyboardInterrupt):
     """SIGTERM: cleans up like Ctrl-C."""
-
-
-class Parser(argparse.ArgumentParser):
-    """Reports a mistake in one line; the benchmarks' parsers are of this class too."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(_USAGE_ERROR, f"{self.prog}: {_one_line(message)} (see {self.prog} --help)\n")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -121,31 +116,8 @@ def _add_bench(commands) -> None:
 
 
 def _size(text: str) -> tuple[int, int]:
-    """`"88x160"` to (88, 160)."""
-    try:
-        height, width = (int(part) for part in text.lower().replace("×", "x").split("x"))
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"must be HEIGHTxWIDTH, for example 88x160, got {text!r}"
-        ) from None
-    return height, width
-
-
-def path(text: str) -> pathlib.Path:
-    """A path; an empty one, which would be the working folder, is a mistake."""
-    if not text:
-        raise argparse.ArgumentTypeError("must not be empty")
-    return pathlib.Path(text)
-
-
-def _one_line(message: object) -> str:
-    return " ".join(str(message).split())
-
-
-def complain(command: str, message: object) -> int:
-    """Says in one line on stderr why a command cannot be done, and returns its exit code."""
-    print(f"vc-jax {command}: {_one_line(message)}", file=sys.stderr)
-    return _USAGE_ERROR
+    """Height and width."""
+    return pair(text, "HEIGHTxWIDTH", "88x160")
 
 
 def _run_sample(arguments: argparse.Namespace) -> int:
@@ -158,7 +130,7 @@ def _run_sample(arguments: argparse.Namespace) -> int:
         output=arguments.output,
         video=arguments.video,
         start=arguments.start,
-        attention=tuple(dict.fromkeys(names)),
+        attention=tuple(once(names)),
         steps=arguments.steps,
         frames=arguments.frames,
         condition=arguments.condition,

@@ -15,7 +15,7 @@ from ._config import AttentionConfig
 from ._mesh_axes import whole_along
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Comparison:
     """Error of one configuration per head, NumPy [B, N].
 
@@ -23,30 +23,67 @@ class Comparison:
       relative_l2: |out - exact| / |exact| over rows and channels.
       cosine: cosine of the angle between them.
       gain: `out · exact / |exact|²`, 1 when nothing is lost systematically.
+      worst_row_l2: the largest |out - exact| / |exact| of a single row, over its channels. NaN or
+        infinite if any row's is, so that one bad row among many shows.
+      worst_row: that row's index along T, int.
     """
 
     relative_l2: np.ndarray
     cosine: np.ndarray
     gain: np.ndarray
+    worst_row_l2: np.ndarray
+    worst_row: np.ndarray
+
+    def _worst(self) -> str:
+        batch, head = np.unravel_index(np.argmax(self.worst_row_l2), self.worst_row_l2.shape)
+        return f"{self.worst_row[batch, head]} of head {head} of batch {batch}"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Comparison):
+            return NotImplemented
+        names = [field.name for field in dataclasses.fields(self)]
+        pairs = [(getattr(self, name), getattr(other, name)) for name in names]
+        return all(np.array_equal(a, b, equal_nan=True) for a, b in pairs)
+
+    __hash__ = None  # type: ignore[assignment]  # As of arrays.
 
     def __str__(self) -> str:
         return (
-            f"relative L2 {self.relative_l2.mean():.4f} (worst head {self.relative_l2.max():.4f}), "
+            f"relative L2 {self.relative_l2.mean():.4f} (worst head {self.relative_l2.max():.4f}, "
+            f"worst row {self.worst_row_l2.max():.4f}: row {self._worst()}), "
             f"cosine {self.cosine.mean():.6f}, gain {self.gain.mean():.5f}"
         )
 
 
-def error_measures(out: Float[Array, "b t n h"], exact: Float[Array, "b t n h"]) -> Comparison:
-    """Relative L2, cosine and gain per head; an exact output of zeros gives error 0 or inf."""
-    rows = [np.asarray(x, np.float64).transpose(0, 2, 1, 3) for x in (out, exact)]
-    got, want = (x.reshape(*x.shape[:2], -1) for x in rows)
+def error_measures(
+    out: Float[Array, "b t n h"], exact: Float[Array, "b t n h"], rows: np.ndarray | None = None
+) -> Comparison:
+    """Errors per head; an exact output of zeros gives error 0 or inf.
+
+    Args:
+      rows: int [t], which rows these are, for `worst_row`; `None`: the first ones.
+    """
+    got, want = (np.asarray(x, np.float64).transpose(0, 2, 1, 3) for x in (out, exact))
     inner, energy = (got * want).sum(-1), (want**2).sum(-1)
-    error = ((got - want) ** 2).sum(-1)
+    error, size = ((got - want) ** 2).sum(-1), (got**2).sum(-1)
+    of_rows = _relative(error, energy)
+    worst = np.argmax(of_rows, -1)
+    inner, energy, error, size = (x.sum(-1) for x in (inner, energy, error, size))
     with np.errstate(divide="ignore", invalid="ignore"):
-        relative = np.where(error == 0, 0.0, np.sqrt(error / energy))
-        cosine = np.where(error == 0, 1.0, inner / np.sqrt(energy * (got**2).sum(-1)))
+        cosine = np.where(error == 0, 1.0, inner / np.sqrt(energy * size))
         gain = np.where(error == 0, 1.0, inner / energy)
-    return Comparison(relative, cosine, gain)
+    return Comparison(
+        _relative(error, energy),
+        cosine,
+        gain,
+        np.take_along_axis(of_rows, worst[..., None], -1)[..., 0],
+        worst if rows is None else rows[worst],
+    )
+
+
+def _relative(error: np.ndarray, energy: np.ndarray) -> np.ndarray:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(error == 0, 0.0, np.sqrt(error / energy))
 
 
 def compare(
@@ -118,7 +155,7 @@ def compare(
     exact = run("bf16", *exact_tensors, implementation="xla")
     return {
         label: error_measures(
-            run(config, sample, *tensors[1:], implementation=implementation), exact
+            run(config, sample, *tensors[1:], implementation=implementation), exact, chosen
         )
         for label, config in labelled.items()
     }

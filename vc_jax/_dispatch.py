@@ -16,6 +16,7 @@ from ._implementations import IMPLEMENTATIONS, Request, Result, Static, check_im
 from ._plain import attention_gradient
 from ._prepare import Prepared
 from ._preprocessing import key_order, prepare_call
+from ._tracing import is_symbolic
 from ._vsmooth import sequence_order
 from .pallas_kernels._varying import vary_together
 from .pallas_kernels.layout import Prepared8
@@ -81,7 +82,8 @@ def select_implementation(request: Request, implementation: str | None) -> str:
     if chosen is None:
         text = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         raise NotImplementedError(f"no implementation supports this call: {text}")
-    long = request.query.shape[1] * request.key.shape[1] >= _SLOW_PRODUCT
+    product = request.query.shape[1] * request.key.shape[1]
+    long = not is_symbolic(product) and product >= _SLOW_PRODUCT
     if implementation is None and chosen == "xla" and long:
         _warn_slow()
     return chosen

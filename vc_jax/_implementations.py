@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array
-from numpy.typing import DTypeLike
 
 from ._arguments import Inputs
 from ._config import AttentionConfig

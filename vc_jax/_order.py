@@ -14,8 +14,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from ._arguments import Inputs
-from ._config import AttentionConfig, default_clusters, resolve_config
+from ._config import AttentionConfig, check_integer, default_clusters, resolve_config
 from ._preprocessing import key_order
+from ._tracing import Size, is_symbolic
 from ._vsmooth import sequence_order
 from .pallas_kernels._varying import vary_together
 
@@ -24,8 +25,8 @@ class AttentionState(NamedTuple):
     """What one attention layer (or a stack of L layers) remembers between denoising steps.
 
     4·B·K·S bytes of permutation, 4·B·K·k·H of centroids and B·S of validity a layer: 12.1 MB of
-    permutation for 75 600 tokens and 40 heads. A configuration that does not cluster needs
-    B bytes.
+    permutation for 75 600 tokens and 40 heads. A configuration that does not cluster has the same
+    arrays with S and k of 1 (checkpoints refuse arrays without elements).
 
     Attributes:
       permutation: int32 [(L,) B, K, S], position -> token, valid tokens first.
@@ -52,7 +53,8 @@ def init_state(
 
     Args:
       config: the configuration of the calls, or a preset's name.
-      batch, kv_length, kv_heads, head_dim: B, S, K and H of the calls' keys.
+      batch, kv_length, kv_heads, head_dim: B, S, K and H of the calls' keys. B may be a symbol of
+        `jax.export`.
       layers: adds a leading axis of that size, for `attention_step(layer=...)`.
 
     Raises:
@@ -63,15 +65,21 @@ def init_state(
     if layers is not None:
         sizes["layers"] = layers
     for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name} must be an integer >= 1, got {size!r}")
+        if name != "batch" or not is_symbolic(size):
+            check_integer(name, size, 1)
+    return _empty_state(config, batch, kv_length, kv_heads, head_dim, layers)
+
+
+def _empty_state(
+    config: AttentionConfig, batch: Size, length: int, heads: int, size: int, layers: int | None
+) -> AttentionState:
     lead = () if layers is None else (layers,)
-    length = kv_length if config.clustered else 0
-    clusters = (config.clusters or default_clusters(kv_length)) if config.clustered else 0
+    length = length if config.clustered else 1
+    clusters = (config.clusters or default_clusters(length)) if config.clustered else 1
     order = jnp.arange(length, dtype=jnp.int32)
     return AttentionState(
-        jnp.tile(order, (*lead, batch, kv_heads, 1)),
-        jnp.zeros((*lead, batch, kv_heads, clusters, head_dim), jnp.float32),
+        jnp.broadcast_to(order, (*lead, batch, heads, length)),
+        jnp.zeros((*lead, batch, heads, clusters, size), jnp.float32),
         jnp.zeros((*lead, batch, length), bool),
         jnp.zeros((*lead, batch), bool),
     )
@@ -101,9 +109,8 @@ def check_state(state, inputs: Inputs, config: AttentionConfig, layered: bool) -
     if not isinstance(state, AttentionState):
         raise TypeError(f"state must be an AttentionState, got {type(state).__name__}")
     batch, length, heads, size = inputs.key.shape
-    made = jax.eval_shape(
-        lambda: init_state(config, batch, length, heads, size, layers=1 if layered else None)
-    )
+    layers = 1 if layered else None
+    made = jax.eval_shape(lambda: _empty_state(config, batch, length, heads, size, layers))
     for name, got, want in zip(AttentionState._fields, state, made, strict=True):
         shape = got.shape[1:] if layered and got.ndim else got.shape
         expected = want.shape[1:] if layered else want.shape

@@ -9,13 +9,12 @@ they hold, NaN included, reaches neither a result nor a gradient.
 import math
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from ._arguments import check_shapes
-from ._tracing import filled
+from ._tracing import filled, jit
 from .pallas_kernels.layout import BLOCK
 
 
@@ -102,7 +101,7 @@ def _softmax_pass(query: Array, rows: _Rows, scale: Array | float) -> tuple[Arra
     return out, (largest + jnp.log(total))[..., 0]
 
 
-@jax.jit
+@jit()
 def plain_attention(
     query: Float[Array, "b t n h"],
     key: Float[Array, "b s k h"],
@@ -127,7 +126,7 @@ def plain_attention(
     return _ungroup(out), _ungroup(lse[..., None])[..., 0]
 
 
-@jax.jit
+@jit()
 def attention_gradient(
     query: Float[Array, "b t n h"],
     key: Float[Array, "b s k h"],

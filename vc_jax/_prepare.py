@@ -10,7 +10,6 @@ means are not scaled. Kernels that need another packing say so themselves.
 import math
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float8e4m3fn, Int
@@ -30,6 +29,7 @@ from ._quantize import (
     quantize_nvfp4,
     saturate_e4m3,
 )
+from ._tracing import jit
 from ._vsmooth import block_means
 from .pallas_kernels.layout import (
     BLOCK,
@@ -314,7 +314,7 @@ class Restored(NamedTuple):
     value: Float[Array, "b k p h"]
 
 
-@jax.jit
+@jit()
 def restore(prepared: Prepared) -> Restored:
     """Undo `prepare` up to what quantisation lost: `query · key` are the scores in codes."""
     if isinstance(prepared, Prepared4):

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float8e4m3fn, Shaped, UInt8
 
@@ -187,7 +188,7 @@ def dequantize_nvfp4(quantized: Nvfp4) -> Float[Array, "... n"]:
 
 
 @functools.cache
-def hadamard_matrix(size: int) -> np.ndarray:
+def hadamard_matrix(size: int) -> npt.NDArray[np.float32]:
     """The orthonormal Hadamard matrix of a head size (float32, [size, size]).
 
     Sylvester order, scaled by the root of its order. A size that is no power of two gets a block

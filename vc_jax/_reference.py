@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
@@ -40,7 +39,7 @@ from ._quantize import (
     saturate_e4m3,
     unpack_nibbles,
 )
-from ._tracing import filled
+from ._tracing import filled, jit
 from .pallas_kernels.layout import BLOCK, PROBABILITY_SCALE, STEP
 
 Products = Callable[[Array, Array], Array]
@@ -234,7 +233,7 @@ def _slice_block(operands: _Operands, kv_count: Array, index: Array) -> _Block:
     )
 
 
-@functools.partial(jax.jit, static_argnames=("config", "products"))
+@jit(static_argnames=("config", "products"))
 def reference_attention(
     prepared: Prepared, config: AttentionConfig, *, products: Products | None = None
 ) -> tuple[Float[Array, "b t n h"], Float[Array, "b t n"]]:

@@ -48,13 +48,12 @@ class DenoisingSchedule:
         object.__setattr__(self, "smoothing_fraction", float(fraction))
         ends = self.high_precision_steps
         if (
-            not isinstance(ends, tuple)
+            not isinstance(ends, (tuple, list))
             or len(ends) != 2
             or not all(_is_integer(n) and n >= 0 for n in ends)
         ):
             raise ValueError(
-                "high_precision_steps must be a tuple of two integers >= 0 (first, last), "
-                f"got {ends!r}"
+                f"high_precision_steps must be two integers >= 0 (first, last), got {ends!r}"
             )
         object.__setattr__(self, "high_precision_steps", tuple(map(int, ends)))
 

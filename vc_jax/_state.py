@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from ._arguments import Inputs, bind
+from ._attention import Normaliser, Output
 from ._config import PRESETS, AttentionConfig
 from ._dispatch import attend, request_of, select_implementation
 from ._explicit_axes import spread
@@ -34,6 +36,53 @@ def check_step(step, schedule) -> None:
     check_index("step", step, schedule.num_steps)
 
 
+@overload
+def attention_step(
+    query: Float[Array, "*b t n h"],
+    key: Float[Array, "*b s k h"],
+    value: Float[Array, "*b s k h"],
+    state: AttentionState,
+    bias: None = None,
+    mask: Array | None = None,
+    *,
+    step: Int[Array, ""] | int,
+    schedule: DenoisingSchedule,
+    layer: Int[Array, ""] | int | None = None,
+    config: AttentionConfig | str = "int8",
+    scale: Float[Array, ""] | float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Int[Array, " b"] | Sequence[int] | None = None,
+    key_value_seq_lengths: Int[Array, " b"] | Sequence[int] | None = None,
+    local_window_size: None = None,
+    implementation: str | None = None,
+    return_residual: Literal[False] = False,
+) -> tuple[Output, AttentionState]: ...
+
+
+@overload
+def attention_step(
+    query: Float[Array, "*b t n h"],
+    key: Float[Array, "*b s k h"],
+    value: Float[Array, "*b s k h"],
+    state: AttentionState,
+    bias: None = None,
+    mask: Array | None = None,
+    *,
+    step: Int[Array, ""] | int,
+    schedule: DenoisingSchedule,
+    layer: Int[Array, ""] | int | None = None,
+    config: AttentionConfig | str = "int8",
+    scale: Float[Array, ""] | float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Int[Array, " b"] | Sequence[int] | None = None,
+    key_value_seq_lengths: Int[Array, " b"] | Sequence[int] | None = None,
+    local_window_size: None = None,
+    implementation: str | None = None,
+    return_residual: Literal[True],
+) -> tuple[tuple[Output, Normaliser], AttentionState]: ...
+
+
+@overload
 def attention_step(
     query: Float[Array, "*b t n h"],
     key: Float[Array, "*b s k h"],
@@ -53,7 +102,29 @@ def attention_step(
     local_window_size: None = None,
     implementation: str | None = None,
     return_residual: bool = False,
-):
+) -> tuple[Output | tuple[Output, Normaliser], AttentionState]: ...
+
+
+def attention_step(
+    query: Float[Array, "*b t n h"],
+    key: Float[Array, "*b s k h"],
+    value: Float[Array, "*b s k h"],
+    state: AttentionState,
+    bias: None = None,
+    mask: Array | None = None,
+    *,
+    step: Int[Array, ""] | int,
+    schedule: DenoisingSchedule,
+    layer: Int[Array, ""] | int | None = None,
+    config: AttentionConfig | str = "int8",
+    scale: Float[Array, ""] | float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Int[Array, " b"] | Sequence[int] | None = None,
+    key_value_seq_lengths: Int[Array, " b"] | Sequence[int] | None = None,
+    local_window_size: None = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+) -> tuple[Output | tuple[Output, Normaliser], AttentionState]:
     """One attention call of one denoising step: `dot_product_attention` plus its state.
 
     Within the schedule's window the values are smoothed, in an order that is made anew at the

@@ -2,22 +2,38 @@
 
 import functools
 import operator
+from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array
 
+Size = Any
+"""A length: an `int`, or a symbolic dimension of `jax.export`, which has no public type."""
 
-def filled(shape: tuple[int, ...], fill: float | int, *like: Array, dtype=jnp.float32) -> Array:
+
+def jit[**P, R](**options: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """`jax.jit` as a decorator that keeps a function's types: JAX's own returns `Any`."""
+    return functools.partial(jax.jit, **options)
+
+
+def filled(shape: tuple[Size, ...], fill: float | int, *like: Array, dtype=jnp.float32) -> Array:
     """A constant array that varies over the same manual mesh axes as all of `like`.
 
     A scan whose carry starts as a plain constant is refused under `shard_map(check_vma=True)`.
     """
     scalars = [lax.full_like(x, 0, dtype=jnp.float32, shape=()) for x in like]
     return lax.full_like(functools.reduce(operator.add, scalars), fill, dtype=dtype, shape=shape)
+
+
+def is_symbolic(size: Any) -> bool:
+    """Whether a size is a symbol of `jax.export`, known only when the exported function runs."""
+    return jax.export.is_symbolic_dim(size)
 
 
 def is_concrete(value) -> bool:

@@ -56,6 +56,16 @@ def nearest_centroid(
     return jnp.argmin(jnp.sum(centroids**2, -1) - 2.0 * inner, -1).astype(jnp.int32)
 
 
+def _centre(points: Float[Array, "n h"], counted: Bool[Array, " n"]) -> Float[Array, " h"]:
+    """The mean of each channel over what is counted and finite: distances from it lose nothing.
+
+    The squares of a large common offset would leave no bits for what tells points apart.
+    """
+    counted = counted[:, None] & jnp.isfinite(points)
+    share = 1.0 / jnp.maximum(jnp.sum(counted, 0), 1).astype(jnp.float32)
+    return jnp.sum(jnp.where(counted, points * share, 0.0), 0)
+
+
 def _chunks(array: Array, length: int) -> Array:
     """The leading axis, padded with zeros, in chunks of `length`."""
     pad = -array.shape[0] % length
@@ -82,15 +92,17 @@ def _lloyd_step(chunks: Array, valid: Array, centroids: Array) -> Array:
 def _kmeans_head(
     values: Array, valid: Array, centroids: Array, steps: Array | int, stride: int
 ) -> Clusters:
-    values = jnp.where(valid[:, None], values.astype(jnp.float32), 0.0)
+    values = values.astype(jnp.float32)
+    centre = _centre(values, valid)
+    values = jnp.where(valid[:, None], values - centre, 0.0)
     length = min(_CHUNK, values.shape[0])
     sample, sample_valid = _chunks(values[::stride], length), _chunks(valid[::stride], length)
-    start = filled((), 0, values, valid) + centroids.astype(jnp.float32)
+    start = filled((), 0, values, valid) + (centroids.astype(jnp.float32) - centre)
     centroids = lax.fori_loop(0, steps, lambda _, c: _lloyd_step(sample, sample_valid, c), start)
     chunks = _chunks(values, length)
     labels = lax.map(lambda chunk: nearest_centroid(chunk, centroids), chunks)
     labels = labels.reshape(-1)[: values.shape[0]]
-    return Clusters(jnp.where(valid, labels, centroids.shape[0]), centroids)
+    return Clusters(jnp.where(valid, labels, centroids.shape[0]), centroids + centre)
 
 
 def kmeans(
@@ -164,11 +176,12 @@ def similar_clusters_together(centroids: Float[Array, "*batch k h"]) -> Int[Arra
     """
     *batch, clusters, size = centroids.shape
     centroids = centroids.reshape(-1, clusters, size)
+    every = jnp.ones(clusters, bool)
+    centroids = centroids - jax.vmap(lambda points: _centre(points, every))(centroids)[:, None]
     inner = jnp.einsum("bih,bjh->bij", centroids, centroids, precision=lax.Precision.HIGHEST)
     square = jnp.diagonal(inner, axis1=1, axis2=2)
     distance = square[:, :, None] - 2.0 * inner + square[:, None]
-    centre = jnp.mean(centroids, 1, keepdims=True)
-    start = jnp.argmax(jnp.sum((centroids - centre) ** 2, -1), -1)
+    start = jnp.argmax(square, -1)
     rows = jnp.arange(centroids.shape[0])
 
     def visit(place, carry):
@@ -177,8 +190,8 @@ def similar_clusters_together(centroids: Float[Array, "*batch k h"]) -> Int[Arra
         left = left.at[rows, current].set(jnp.inf)
         return places, left, jnp.argmin(distance[rows, current] + left, -1)
 
-    places = filled((len(rows), clusters), 0, centroids, dtype=jnp.int32)
-    left = filled((len(rows), clusters), 0, centroids)
+    places = filled((rows.shape[0], clusters), 0, centroids, dtype=jnp.int32)
+    left = filled((rows.shape[0], clusters), 0, centroids)
     places, _, _ = lax.fori_loop(0, clusters, visit, (places, left, start))
     return places.reshape(*batch, clusters)
 

@@ -9,12 +9,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
+from jaxtyping import Array
 
-from ..attention import AttentionControl, AttentionLike, check_attention
+import vc_jax
+
+from ..attention import AttentionControl, AttentionLike, ModelState, check_attention
 from . import checkpoint
 from .checks import Dims, check_shape
 from .schedulers import Sampling
 from .tensor_map import TensorMap
+
+Latents = Array | dict[str, Array]
+"""[B, C, T, H, W], or a dict of arrays (MiniMax-H3: `video` and `audio` rows)."""
 
 
 def stack_blocks(create: Callable[[nnx.Rngs], nnx.Module], layers: int, rngs: nnx.Rngs) -> Any:
@@ -204,7 +210,9 @@ class VideoTransformer(nnx.Module):
         """Names of the conditioning's entries: those that it must have, and those that it may."""
         raise NotImplementedError
 
-    def conditioning_shapes(self, latents: Any, conditioning: dict[str, Any]) -> dict[str, Dims]:
+    def conditioning_shapes(
+        self, latents: Latents, conditioning: dict[str, Any]
+    ) -> dict[str, Dims]:
         """Shapes of those entries that are single arrays. Checks the latents.
 
         Raises:
@@ -227,7 +235,7 @@ class VideoTransformer(nnx.Module):
         if missing:
             raise ValueError(f"conditioning: {missing} missing; {accepted}")
 
-    def check_sampling(self, latents: Any, conditioning: dict[str, Any]) -> None:
+    def check_sampling(self, latents: Latents, conditioning: dict[str, Any]) -> None:
         """Refuses latents and conditioning that do not fit the model or each other.
 
         Raises:
@@ -239,29 +247,31 @@ class VideoTransformer(nnx.Module):
             if name in shapes and value is not None:
                 check_shape(f"conditioning[{name!r}]", value, shapes[name])
 
-    def sampling_state(self, latents: Any, conditioning: dict[str, Any]) -> Any:
+    def sampling_state(self, latents: Latents, conditioning: dict[str, Any]) -> ModelState:
         """A fresh state for sampling these latents (both guided halves)."""
         raise NotImplementedError
 
-    def impose(self, latents: Any, conditioning: dict[str, Any]) -> Any:
+    def impose[Value: Latents](self, latents: Value, conditioning: dict[str, Any]) -> Value:
         """Latents with the parts put in that the conditioning gives."""
         return latents
 
     def denoise(
-        self, latents: Any, time: Any, conditioning: dict[str, Any], control: AttentionControl
-    ) -> tuple[Any, Any]:
+        self,
+        latents: Latents,
+        time: Latents,
+        conditioning: dict[str, Any],
+        control: AttentionControl,
+    ) -> tuple[Latents, ModelState | None]:
         """The velocity noise − data and the new state, at the time that the schedule names."""
         raise NotImplementedError
 
-    def init_attention_state(self, batch: int, kv_length: int) -> Any:
+    def init_attention_state(self, batch: int, kv_length: int) -> ModelState:
         """A fresh V-Smooth state for all layers of one self-attention call per layer.
 
         Args:
           batch: rows of the batch, both halves of a guided batch included.
           kv_length: keys of the call (padding included).
         """
-        import vc_jax
-
         if callable(self.attention):
             raise ValueError("attention: a callable keeps no state; pass a preset or a config")
         return vc_jax.init_state(

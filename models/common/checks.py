@@ -84,7 +84,7 @@ def check_fields(config: Any, *, any_sign: Collection[str] = ()) -> None:
     """Refuses values of a dataclass's fields that do not fit the fields' types.
 
     An `int` is at least 1, a `float` is finite and positive, a tuple holds such values; `None` is
-    taken where the type says so.
+    taken where the type says so. A list, as JSON has it, becomes a tuple.
 
     Args:
       config: the dataclass.
@@ -95,6 +95,9 @@ def check_fields(config: Any, *, any_sign: Collection[str] = ()) -> None:
     """
     for field in dataclasses.fields(config):
         value, kind = getattr(config, field.name), field.type
+        if isinstance(value, list) and typing.get_origin(kind) is tuple:
+            value = tuple(value)
+            object.__setattr__(config, field.name, value)
         positive = field.name not in any_sign
         if not _fits(value, kind, positive):
             wanted = _wanted(kind, positive)

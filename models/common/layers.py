@@ -179,6 +179,13 @@ class SwiGlu(nnx.Module):
         return self.fc_out(jax.nn.silu(y[:, :, 0]) * y[:, :, 1])
 
 
+# Functions of this module, because those that JAX has jitted do not pickle.
+
+
+def silu(x: Array) -> Array:
+    return jax.nn.silu(x)
+
+
 def gelu_tanh(x: Array) -> Array:
     return jax.nn.gelu(x, approximate=True)
 

@@ -16,13 +16,26 @@ from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
 
-from ..attention import NO_CONTROL, AttentionControl, attend, attention_function
+from vc_jax import AttentionState
+
+from ..attention import (
+    NO_CONTROL,
+    AttentionControl,
+    LayerInputs,
+    ModelState,
+    SelfAttention,
+    attend,
+    attention_function,
+)
 from ..common import checks, layers
 from ..common.base import VideoTransformer, run_blocks, stack_blocks
 from ..common.schedulers import Sampling
 from . import tensors
 from .config import SAMPLING_480P, HunyuanVideo15Config
 from .text import ByT5Projection, ImageProjection, Refiner
+
+Rows = tuple[Array, Array]
+"""Of the video stream and of the text stream."""
 
 
 class Stream(nnx.Module):
@@ -69,8 +82,8 @@ class JointBlock(nnx.Module):
         text: Float[Array, "b l d"],
         condition: Float[Array, "b 1 d"],
         rope: tuple[Array, Array],
-        joint_attention: Any,
-    ) -> tuple[Float[Array, "b s d"], Float[Array, "b l d"], Any]:
+        joint_attention: SelfAttention,
+    ) -> tuple[Float[Array, "b s d"], Float[Array, "b l d"], AttentionState | None]:
         video_shift, video_scale, *video_rest = self.video.modulations(condition)
         text_shift, text_scale, *text_rest = self.text.modulations(condition)
         query, key, value = self.video.queries_keys_values(video, video_shift, video_scale)
@@ -100,7 +113,7 @@ class HunyuanVideo15(VideoTransformer):
         volume = math.prod(config.patch)
 
         def time_mlp() -> layers.Mlp:
-            return layers.Mlp(config.freq_dim, width, width, jax.nn.silu, rngs=rngs, dtype=exact)
+            return layers.Mlp(config.freq_dim, width, width, layers.silu, rngs=rngs, dtype=exact)
 
         self.patch_embedding = layers.linear(
             config.in_channels * volume, width, rngs=rngs, dtype=dtype
@@ -183,15 +196,19 @@ class HunyuanVideo15(VideoTransformer):
         embedding: Array,
         rope: tuple[Array, Array],
         control: AttentionControl,
-    ) -> tuple[Array, Array, Any]:
+    ) -> tuple[Array, Array, AttentionState | None]:
         """All joint blocks; `lengths` counts the valid text rows. Returns video, text, state."""
         condition = jax.nn.silu(embedding)[:, None].astype(self.dtype)
         lengths = lengths + video.shape[1]
 
-        def body(block: JointBlock, carry: Any, inputs: Any) -> tuple[Any, Any]:
+        def body(
+            block: JointBlock, carry: Rows, inputs: LayerInputs
+        ) -> tuple[Rows, AttentionState | None]:
             state, flag = inputs
 
-            def joint_attention(query: Array, key: Array, value: Array) -> tuple[Array, Any]:
+            def joint_attention(
+                query: Array, key: Array, value: Array
+            ) -> tuple[Array, AttentionState | None]:
                 return attend(
                     self.attention,
                     query,
@@ -203,8 +220,8 @@ class HunyuanVideo15(VideoTransformer):
                     key_value_seq_lengths=lengths,
                 )
 
-            *carry, state = block(carry[0], carry[1], condition, rope, joint_attention)
-            return tuple(carry), state
+            video, text, state = block(*carry, condition, rope, joint_attention)
+            return (video, text), state
 
         (video, text), state = run_blocks(
             self.blocks,
@@ -295,7 +312,7 @@ class HunyuanVideo15(VideoTransformer):
         shapes = self._input_shapes(latents, conditioning["text"], conditioning["byt5"])
         return shapes | {"condition": video | dict(zip("thw", size, strict=True))}
 
-    def sampling_state(self, latents: Array, conditioning: dict[str, Array]) -> Any:
+    def sampling_state(self, latents: Array, conditioning: dict[str, Array]) -> ModelState:
         rows = math.prod(layers.latent_grid(latents, self.config.patch))
         rows += sum(conditioning[name].shape[1] for name in ("text", "byt5", "image"))
         return self.init_attention_state(latents.shape[0], rows)
@@ -306,7 +323,7 @@ class HunyuanVideo15(VideoTransformer):
         time: Array,
         conditioning: dict[str, Array],
         control: AttentionControl,
-    ) -> tuple[Array, Any]:
+    ) -> tuple[Array, ModelState | None]:
         """One evaluation for the sampler. `conditioning`: `condition` [B, 33, T, H, W] (condition
         latents and mask), `text`, `text_mask`, `byt5`, `byt5_mask`, `image`."""
         self.check_conditioning(conditioning)

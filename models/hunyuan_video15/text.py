@@ -8,6 +8,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from ..attention import AttentionFunction
 from ..common import layers
 from ..common.base import run_blocks, stack_blocks
 from .config import HunyuanVideo15Config
@@ -24,10 +25,12 @@ class RefinerBlock(nnx.Module):
         self.qkv = layers.HeadsIn(width, 3, heads, size, **options)
         self.out = layers.HeadsOut(heads, size, width, **options)
         inner = int(width * config.refiner_mlp_ratio)
-        self.mlp = layers.Mlp(width, inner, width, jax.nn.silu, **options)
+        self.mlp = layers.Mlp(width, inner, width, layers.silu, **options)
         self.gates = layers.linear(width, 2 * width, **options)
 
-    def __call__(self, x: Array, condition: Array, mask: Array, attention: Any) -> Array:
+    def __call__(
+        self, x: Array, condition: Array, mask: Array, attention: AttentionFunction
+    ) -> Array:
         gates = self.gates(jax.nn.silu(condition).astype(x.dtype)).astype(jnp.float32)
         gate, mlp_gate = jnp.split(gates[:, None], 2, axis=-1)
         query, key, value = self.qkv(self.norm1(x))
@@ -43,10 +46,10 @@ class Refiner(nnx.Module):
         width = config.hidden
         self.freq_dim, self.dtype = config.freq_dim, jnp.dtype(dtype)
         self.time_mlp = layers.Mlp(
-            config.freq_dim, width, width, jax.nn.silu, rngs=rngs, dtype=jnp.float32
+            config.freq_dim, width, width, layers.silu, rngs=rngs, dtype=jnp.float32
         )
         self.text_mlp = layers.Mlp(
-            config.text_dim, width, width, jax.nn.silu, rngs=rngs, dtype=dtype
+            config.text_dim, width, width, layers.silu, rngs=rngs, dtype=dtype
         )
         self.proj_in = layers.linear(config.text_dim, width, rngs=rngs, dtype=dtype)
         self.blocks = stack_blocks(
@@ -56,7 +59,13 @@ class Refiner(nnx.Module):
         )
 
     def __call__(
-        self, text: Array, mask: Array, timestep: Array, attention: Any, *, scan: bool = True
+        self,
+        text: Array,
+        mask: Array,
+        timestep: Array,
+        attention: AttentionFunction,
+        *,
+        scan: bool = True,
     ) -> Array:
         weights = mask.astype(jnp.float32)[..., None]
         # Pads may hold anything; an item without text must not divide by zero.

@@ -1,5 +1,6 @@
 """One layer of LongCat-Video, and the cache of what it computes for conditioning frames."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -7,6 +8,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from ..attention import AttentionFunction
 from ..common import layers
 from .config import LongCatVideoConfig
 
@@ -47,22 +49,22 @@ class LongCatBlock(nnx.Module):
         self.ffn = layers.SwiGlu(width, config.ffn_dim, **options)
 
     def cross_attention(
-        self, x: Array, context: Array, mask: Array | None, attention: Any
+        self, x: Array, context: Array, mask: Array | None, attention: AttentionFunction
     ) -> Array:
         query, (key, value) = self.cross_q(x)[0], self.cross_kv(context)
         query, key = self.cross_q_norm(query), self.cross_k_norm(key)
         options = {} if mask is None else {"mask": mask[:, None, None, :]}
         return self.cross_out(attention(query, key, value, **options))
 
-    def __call__(
+    def __call__[State](
         self,
         x: Float[Array, "b s d"],
         active: Float[Array, "b t c"],
         rope: tuple[Array, Array],
         cached: KVCache | None,
-        self_attention: Any,
-        text_attention: Any,
-    ) -> tuple[Float[Array, "b s d"], Any, KVCache]:
+        self_attention: Callable[[Array, Array, Array], tuple[Array, State]],
+        text_attention: Callable[["LongCatBlock", Array], Array],
+    ) -> tuple[Float[Array, "b s d"], State, KVCache]:
         """One layer.
 
         Args:

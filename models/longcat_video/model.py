@@ -13,15 +13,26 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
-from ..attention import NO_CONTROL, AttentionControl, attend, attention_function
+from vc_jax import AttentionState
+
+from ..attention import (
+    NO_CONTROL,
+    AttentionControl,
+    ModelState,
+    attend,
+    attention_function,
+)
 from ..common import checks, layers
 from ..common.base import VideoTransformer, run_blocks, stack_blocks
 from ..common.schedulers import Sampling
 from . import tensors
 from .block import KVCache, LongCatBlock
 from .config import LONGCAT_VIDEO_SAMPLING, LongCatVideoConfig
+
+States = dict[str, AttentionState]
+"""By call: `noise` attends to all keys, `cond` (if there is one) to the conditioning frames."""
 
 
 class LongCatVideo(VideoTransformer):
@@ -42,7 +53,7 @@ class LongCatVideo(VideoTransformer):
             config.in_channels * volume, width, rngs=rngs, dtype=self.dtype
         )
         self.time_mlp = layers.Mlp(
-            config.freq_dim, time_dim, time_dim, jax.nn.silu, rngs=rngs, dtype=exact
+            config.freq_dim, time_dim, time_dim, layers.silu, rngs=rngs, dtype=exact
         )
         self.text_mlp = layers.Mlp(
             config.text_dim, width, width, layers.gelu_tanh, rngs=rngs, dtype=self.dtype
@@ -82,10 +93,10 @@ class LongCatVideo(VideoTransformer):
     def rope(self, grid: tuple[int, ...]) -> tuple[Array, Array]:
         return layers.grid_rope(grid, self.config.rope_axes, self.config.rope_theta)
 
-    def init_attention_state(self, batch: int, kv_length: int, cond_length: int = 0) -> Any:
+    def init_attention_state(self, batch: int, kv_length: int, cond_length: int = 0) -> States:
         """States of the two self-attention calls: `noise` (all keys), and `cond` if
         `cond_length` conditioning rows go through the model (not through a cache)."""
-        states = {"noise": super().init_attention_state(batch, kv_length)}
+        states: dict[str, Any] = {"noise": super().init_attention_state(batch, kv_length)}
         if cond_length:
             states["cond"] = super().init_attention_state(batch, cond_length)
         return states
@@ -148,10 +159,14 @@ class LongCatVideo(VideoTransformer):
             rows = block.cross_attention(normed[:, cond_rows:], context, mask, cross)
             return jnp.pad(rows, ((0, 0), (cond_rows, 0), (0, 0)))
 
-        def body(block: LongCatBlock, x: Array, inputs: Any) -> tuple[Array, Any]:
+        def body(
+            block: LongCatBlock, x: Array, inputs: tuple[tuple[States | None, Any], KVCache | None]
+        ) -> tuple[Array, tuple[States | None, KVCache | None]]:
             (state, flag), cached = inputs
 
-            def self_attention(query: Array, key: Array, value: Array) -> tuple[Array, Any]:
+            def self_attention(
+                query: Array, key: Array, value: Array
+            ) -> tuple[Array, States | None]:
                 return self._self_attention(query, key, value, cond_rows, control, state, flag)
 
             x, state, kept = block(x, active, rope, cached, self_attention, text_attention)
@@ -196,17 +211,17 @@ class LongCatVideo(VideoTransformer):
         value: Array,
         cond_rows: int,
         control: AttentionControl,
-        state: Any,
-        flag: Any,
-    ) -> tuple[Array, Any]:
+        state: States | None,
+        flag: Bool[Array, ""] | None,
+    ) -> tuple[Array, States | None]:
         """One call, or two when conditioning rows stand in front: they see only themselves."""
-        states = state if state is not None else {"noise": None, "cond": None}
+        states: dict[str, Any] = state if state is not None else {"noise": None, "cond": None}
         if cond_rows and "cond" not in states:
             raise ValueError("control.state: needs `cond`; see init_attention_state")
         attended, noise_state = attend(
             self.attention, query[:, cond_rows:], key, value, control, states["noise"], flag
         )
-        new = {"noise": noise_state}
+        new: dict[str, Any] = {"noise": noise_state}
         if cond_rows:
             query, key, value = (x[:, :cond_rows] for x in (query, key, value))
             of_cond, new["cond"] = attend(
@@ -234,7 +249,7 @@ class LongCatVideo(VideoTransformer):
         frames = {"batch": batch, "channels": channels, "t": None, "h": height, "w": width}
         return {"text_mask": {"batch": batch, "rows of text": rows}, "cond_latents": frames}
 
-    def sampling_state(self, latents: Array, conditioning: dict[str, Any]) -> Any:
+    def sampling_state(self, latents: Array, conditioning: dict[str, Any]) -> ModelState:
         frame = math.prod(layers.latent_grid(latents, self.config.patch)[1:])
         frames, cache = conditioning.get("cond_latents"), conditioning.get("kv_cache")
         rows = latents.shape[2] * frame + (0 if cache is None else cache.key.shape[2])
@@ -255,7 +270,7 @@ class LongCatVideo(VideoTransformer):
         time: Array,
         conditioning: dict[str, Any],
         control: AttentionControl,
-    ) -> tuple[Array, Any]:
+    ) -> tuple[Array, ModelState | None]:
         """One evaluation for the sampler. `conditioning`: `text`, `text_mask` (optional), and for
         continuation `cond_latents` [B, C, n, H, W], or `kv_cache` of those frames."""
         self.check_conditioning(conditioning)

@@ -5,6 +5,7 @@ and no mask; every row is modulated by its (timestep, modality) pair, times run 
 1 (clean), and the prediction points at the data.
 """
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -14,7 +15,18 @@ from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
 
-from ..attention import NO_CONTROL, AttentionControl, attend, attention_function
+from vc_jax import AttentionState
+
+from ..attention import (
+    NO_CONTROL,
+    AttentionControl,
+    AttentionFunction,
+    LayerInputs,
+    ModelState,
+    SelfAttention,
+    attend,
+    attention_function,
+)
 from ..common import checks, layers
 from ..common.base import VideoTransformer, run_blocks, stack_blocks
 from ..common.schedulers import Sampling
@@ -41,7 +53,7 @@ class PlainBlock(nnx.Module):
         query, key, value = self.qkv(x)
         return self.q_norm(query), self.k_norm(key), value
 
-    def __call__(self, x: Array, attention: Any) -> Array:
+    def __call__(self, x: Array, attention: AttentionFunction) -> Array:
         x = x + self.out(attention(*self.queries_keys_values(self.norm1(x))))
         return x + self.ffn(self.norm2(x))
 
@@ -60,8 +72,8 @@ class MiniMaxH3Block(PlainBlock):
         active: Float[Array, "times c"],
         table_rows: Int[Array, "s"],
         rope: tuple[Array, Array],
-        self_attention: Any,
-    ) -> tuple[Float[Array, "b s d"], Any]:
+        self_attention: SelfAttention,
+    ) -> tuple[Float[Array, "b s d"], AttentionState | None]:
         """`table_rows` = timestep index · 3 + modality; returns the rows and the state."""
         table = self.modulation(active).reshape(-1, 6, x.shape[-1])
         shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = (
@@ -89,7 +101,7 @@ class MiniMaxH3(VideoTransformer):
         width, dtype, exact = config.hidden, self.dtype, jnp.float32
         rows = config.patch_features
 
-        def create(kind: type[PlainBlock]) -> Any:
+        def create(kind: type[PlainBlock]) -> Callable[[nnx.Rngs], PlainBlock]:
             return lambda rngs: kind(config, dtype=dtype, rngs=rngs)
 
         # Patch projections, time embedding and heads are float32 in the release.
@@ -100,7 +112,7 @@ class MiniMaxH3(VideoTransformer):
             config.freq_dim,
             config.time_hidden,
             config.time_dim,
-            jax.nn.silu,
+            layers.silu,
             rngs=rngs,
             dtype=exact,
         )
@@ -184,10 +196,14 @@ class MiniMaxH3(VideoTransformer):
         rope = self.rope(layout.positions)
         x = self.pack(video, audio, self.refine_text(text), layout)
 
-        def body(block: MiniMaxH3Block, x: Array, inputs: Any) -> tuple[Array, Any]:
+        def body(
+            block: MiniMaxH3Block, x: Array, inputs: LayerInputs
+        ) -> tuple[Array, AttentionState | None]:
             state, flag = inputs
 
-            def self_attention(query: Array, key: Array, value: Array) -> tuple[Array, Any]:
+            def self_attention(
+                query: Array, key: Array, value: Array
+            ) -> tuple[Array, AttentionState | None]:
                 return attend(self.attention, query, key, value, control, state, flag)
 
             return block(x, active, table_rows, rope, self_attention)
@@ -262,7 +278,7 @@ class MiniMaxH3(VideoTransformer):
         keyframe_rows = rows | {"rows": len(layout.video_indices) - video.shape[1]}
         return {"text": shapes["text"], "keyframe_rows": keyframe_rows, "keyframe_time": {}}
 
-    def sampling_state(self, latents: dict[str, Array], conditioning: dict[str, Any]) -> Any:
+    def sampling_state(self, latents: dict[str, Array], conditioning: dict[str, Any]) -> ModelState:
         return self.init_attention_state(
             latents["video"].shape[0], len(conditioning["layout"].tags)
         )
@@ -273,7 +289,7 @@ class MiniMaxH3(VideoTransformer):
         time: dict[str, Array],
         conditioning: dict[str, Any],
         control: AttentionControl,
-    ) -> tuple[dict[str, Array], Any]:
+    ) -> tuple[dict[str, Array], ModelState | None]:
         """One evaluation for the sampler, in which velocities point away from the data.
 
         `latents` and `time` have `video` and `audio`. `conditioning`: `text`, `layout`, and with

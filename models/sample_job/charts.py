@@ -1,7 +1,8 @@
 """Line and bar charts as inline SVG.
 
 Colours of axes and text are CSS variables of the page (`--ink`, `--muted`, `--line`), so charts
-follow its light and dark themes. Every mark carries its value as a tooltip.
+follow its light and dark themes. Every mark carries its value as a tooltip. Matplotlib's SVG has
+neither, draws text as paths of tens of kilobytes and would be needed to run `vc-jax sample`.
 """
 
 import html

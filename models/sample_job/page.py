@@ -1,12 +1,12 @@
 """The report as one self-contained page: no script, picture or font comes from elsewhere."""
 
-import html
-import importlib.resources
-import string
+import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import jinja2
 import numpy as np
+from markupsafe import Markup
 
 from .charts import Series, bar_chart, line_chart
 from .images import DIFFERENCE_GAIN, FRAMES_PER_SECOND, frames_uri
@@ -33,22 +33,51 @@ def make_page(
       clips: bytes [F, height, width, 3] by the title that is shown, in order.
       differences: brightened differences to the reference by the same titles.
     """
-    template = importlib.resources.files(__package__).joinpath("template.html")
-    return string.Template(template.read_text(encoding="utf-8")).substitute(
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    frames, height, width, _ = next(iter(clips.values())).shape
+    energy_legend, energy_chart, energy_table = _energy(record)
+    return environment.get_template("template.html").render(
         summary=_summary(record),
-        videos=_videos(record, clips, differences),
+        clips={name: frames_uri(clip) for name, clip in clips.items()},
+        differences={name: frames_uri(clip) for name, clip in differences.items()},
+        frames=frames,
+        ratio=f"{width}/{height}",
+        seconds=f"{frames / FRAMES_PER_SECOND:.3f}",
+        given=record["clip"]["condition_frames"],
+        fps=FRAMES_PER_SECOND,
+        gain=DIFFERENCE_GAIN,
         comparison=_comparison(record),
-        legend=_legend(record),
+        methods_legend=[(name.upper(), _colour(name)) for name in _others(record)],
         velocity_chart=_step_chart(record, "velocity_error", "velocity, relative L2"),
         path_chart=_step_chart(record, "path_error", "video, relative L2"),
         velocity_table=_velocity_table(record),
-        energy=_energy(record),
+        energy_legend=energy_legend,
+        energy_chart=energy_chart,
+        energy_table=energy_table,
         setup=_setup(record),
-        implementations=_implementations(record),
-        credit=_paragraph(record["clip"]["credit"]),
-        made=html.escape(record["made"].replace("T", " ").replace("+00:00", " UTC")),
-        version=html.escape(record["versions"]["vc_jax"]),
+        methods=record["methods"],
+        credit=record["clip"]["credit"],
+        made=record["made"].replace("T", " ").replace("+00:00", " UTC"),
+        version=record["versions"]["vc_jax"],
     )
+
+
+class Table(NamedTuple):
+    """A table whose first column is headings.
+
+    Attributes:
+      groups: headings above the head, each with the number of columns that it spans.
+      head: headings of the columns.
+      rows: cells; what is no `Markup` is escaped.
+    """
+
+    groups: Sequence[tuple[str, int]]
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
 
 
 def number(value: float | None, digits: int, *, scale: float = 1.0, unit: str = "") -> str:
@@ -72,13 +101,9 @@ def _numerics(config: Mapping[str, Any]) -> str:
     return f"{qk} QK, {pv} PV, {softmax}" + (", V-Smooth" if config["smooth_values"] else "")
 
 
-def _paragraph(text: str | None) -> str:
-    return f"<p>{html.escape(text)}.</p>" if text else ""
-
-
 def _summary(record: Mapping[str, Any]) -> str:
     clip, model, sampling = record["clip"], record["model"], record["sampling"]
-    return html.escape(
+    return (
         f"A video diffusion transformer continues {clip['title']} from its first "
         f"{_count(clip['condition_frames'], 'frame')} to {clip['frames']} frames of "
         f"{clip['width']}×{clip['height']} pixels ({model['tokens']:,} tokens, all attending to "
@@ -91,71 +116,15 @@ def _count(count: int, noun: str) -> str:
     return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
-def _videos(
-    record: Mapping[str, Any],
-    clips: Mapping[str, np.ndarray],
-    differences: Mapping[str, np.ndarray],
-) -> str:
-    """A row of videos and, below it, one of their differences to the reference."""
-    frames, height, width, _ = next(iter(clips.values())).shape
-    style = (
-        f"--columns:{len(clips)};--frames:{frames};--ratio:{width}/{height};"
-        f"--seconds:{frames / FRAMES_PER_SECOND:.3f}s"
-    )
-    above = [
-        f"<figure><figcaption>{html.escape(name)}</figcaption>{_player(clip, name)}</figure>"
-        for name, clip in clips.items()
-    ]
-    missing = len(clips) - len(differences)
-    below = [
-        f'<p class="note" style="grid-column:1/span {missing}">Above: the videos at '
-        f"{FRAMES_PER_SECOND} frames a second. Beside this: each method’s difference to BF16, "
-        f"brightened {DIFFERENCE_GAIN} times.</p>"
-    ]
-    below += [_player(clip, f"difference of {name} to BF16") for name, clip in differences.items()]
-    given = record["clip"]["condition_frames"]
-    return (
-        f'<div class="videos" style="{style}" data-frames="{frames}" data-given="{given}" '
-        f'data-fps="{FRAMES_PER_SECOND}">{"".join(above)}{"".join(below) if differences else ""}'
-        "</div>"
-    )
-
-
-def _player(clip: np.ndarray, name: str) -> str:
-    return (
-        f'<div class="clip" role="img" aria-label="{html.escape(name)}" '
-        f'style="background-image:url({frames_uri(clip)})"></div>'
-    )
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, groups: str = "") -> str:
-    """A table whose first column is text; cells are HTML."""
-    cells = "".join(f"<th>{cell}</th>" for cell in head)
-    body = "".join(
-        "<tr>" + f"<th>{row[0]}</th>" + "".join(f"<td>{c}</td>" for c in row[1:]) + "</tr>"
-        for row in rows
-    )
-    return (
-        f"<div class='scroll'><table><thead>{groups}<tr>{cells}</tr></thead>"
-        f"<tbody>{body}</tbody></table></div>"
-    )
-
-
-def _name(record: Mapping[str, Any], name: str) -> str:
+def _name(record: Mapping[str, Any], name: str) -> Markup:
     colour = "var(--ink)" if name == record["reference"] else _colour(name)
-    numerics = html.escape(_numerics(record["methods"][name]["config"]))
-    return (
-        f'<span class="dot" style="background:{colour}"></span>{html.escape(name.upper())}'
-        f"<small>{numerics}</small>"
-    )
+    cell = Markup('<span class="dot" style="background:{}"></span>{}<small>{}</small>')
+    return cell.format(colour, name.upper(), _numerics(record["methods"][name]["config"]))
 
 
-def _comparison(record: Mapping[str, Any]) -> str:
-    groups = (
-        '<tr class="groups"><th></th><th colspan="3">sample, against BF16</th>'
-        '<th colspan="2">velocity error</th><th colspan="2">sample, against the real clip</th>'
-        '<th colspan="2">seconds</th></tr>'
-    )
+def _comparison(record: Mapping[str, Any]) -> Table:
+    groups = [("", 1), ("sample, against BF16", 3), ("velocity error", 2)]
+    groups += [("sample, against the real clip", 2), ("seconds", 2)]
     head = ["attention", "PSNR dB", "SSIM", "rel. L2 %", "mean %", "largest %"]
     head += ["PSNR dB", "SSIM", "compile", "run"]
     rows = []
@@ -178,33 +147,29 @@ def _comparison(record: Mapping[str, Any]) -> str:
                 number(seconds["sample"], 1),
             ]
         )
-    return _table(head, rows, groups=groups)
+    return Table(groups, head, rows)
 
 
-def _legend(record: Mapping[str, Any]) -> str:
-    return "".join(
-        f'<span><span class="dot" style="background:{_colour(name)}"></span>{name.upper()}</span>'
-        for name in _others(record)
-    )
-
-
-def _step_chart(record: Mapping[str, Any], field: str, label: str) -> str:
+def _step_chart(record: Mapping[str, Any], field: str, label: str) -> Markup | None:
     series = [
         Series(name.upper(), _colour(name), method[field])
         for name, method in _others(record).items()
     ]
     if not series:
-        return "<p class='note'>Only BF16 ran: there is nothing to compare.</p>"
+        return None
     steps = list(range(record["sampling"]["steps"]))
-    return line_chart(steps, series, x_label="denoising step", y_label=label, log=True)
+    chart = line_chart(steps, series, x_label="denoising step", y_label=label, log=True)
+    return Markup(chart)
 
 
-def _velocity_table(record: Mapping[str, Any]) -> str:
+def _velocity_table(record: Mapping[str, Any]) -> Table | None:
     others = _others(record)
+    if not others:
+        return None
     refresh = set(record["sampling"]["refresh_steps"])
     rows = [
         [
-            f"{step}{' <small>clusters</small>' if step in refresh else ''}",
+            Markup(f"{step} <small>clusters</small>") if step in refresh else str(step),
             f"{record['sampling']['times'][step]:.3f}",
             *(number(m["velocity_error"][step], 3, scale=100) for m in others.values()),
             *(number(m["path_error"][step], 3, scale=100) for m in others.values()),
@@ -212,16 +177,13 @@ def _velocity_table(record: Mapping[str, Any]) -> str:
         for step in range(record["sampling"]["steps"])
     ]
     span = len(others)
-    groups = (
-        f'<tr class="groups"><th colspan="2"></th><th colspan="{span}">velocity error %</th>'
-        f'<th colspan="{span}">distance of the paths %</th></tr>'
-    )
+    groups = [("", 2), ("velocity error %", span), ("distance of the paths %", span)]
     names = [name.upper() for name in others]
-    return _table(["step", "t", *names, *names], rows, groups=groups) if others else ""
+    return Table(groups, ["step", "t", *names, *names], rows)
 
 
-def _energy(record: Mapping[str, Any]) -> str:
-    """Chart of the mean over the points and the table of all of them."""
+def _energy(record: Mapping[str, Any]) -> tuple[list[tuple[str, str]], Markup, Table]:
+    """Legend, chart of the mean over the points, and the table of all of them."""
     points = record["block_mean_energy"]["points"]
     before = np.array([p["sequence"] for p in points]).mean(-1)
     after = np.array([p["sorted"] for p in points]).mean(-1)
@@ -231,9 +193,7 @@ def _energy(record: Mapping[str, Any]) -> str:
         Series("sorted by cluster", "#3b74d1", (100 * after.mean(0)).tolist()),
     ]
     chart = bar_chart(layers, series, x_label="layer", y_label="energy in block means, %")
-    groups = '<tr class="groups"><th></th>' + "".join(
-        f'<th colspan="2">step {p["step"]}, t = {p["time"]:.2f}</th>' for p in points
-    )
+    groups = [("", 1), *((f"step {p['step']}, t = {p['time']:.2f}", 2) for p in points)]
     head = ["layer"] + ["before", "after"] * len(points)
     rows = [
         [layer, *(number(x, 1, scale=100) for pair in zip(b, a) for x in pair)]
@@ -243,18 +203,11 @@ def _energy(record: Mapping[str, Any]) -> str:
         ["mean"]
         + [number(x, 1, scale=100) for pair in zip(before.mean(1), after.mean(1)) for x in pair]
     )
-    legend = "".join(
-        f'<span><span class="dot" style="background:{s.colour}"></span>{s.label}</span>'
-        for s in series
-    )
-    table = _table(head, rows, groups=groups + "</tr>")
-    return (
-        f'<div class="pair"><div><div class="legend">{legend}</div>{chart}</div>'
-        f'<div class="compact">{table}</div></div>'
-    )
+    legend = [(one.label, one.colour) for one in series]
+    return legend, Markup(chart), Table(groups, head, rows)
 
 
-def _setup(record: Mapping[str, Any]) -> str:
+def _setup(record: Mapping[str, Any]) -> dict[str, str]:
     device, model, sampling = record["device"], record["model"], record["sampling"]
     place = f"{device['kind']} ({device['platform']}"
     if device["platform"] == "cpu":
@@ -262,7 +215,7 @@ def _setup(record: Mapping[str, Any]) -> str:
     else:
         place += f", {device['count']} visible, 1 used)"
     refresh = ", ".join(map(str, sampling["refresh_steps"])) or "never"
-    rows = {
+    return {
         "device": place,
         "versions": ", ".join(f"{name} {text}" for name, text in record["versions"].items()),
         "model": f"{model['parameters'] / 1e6:.1f} M parameters, {model['num_layers']} layers, "
@@ -273,22 +226,3 @@ def _setup(record: Mapping[str, Any]) -> str:
         "V-Smooth": f"on in the first {_count(sampling['smoothing_steps'], 'step')}; values are "
         f"clustered at step {refresh} into {record['block_mean_energy']['clusters']} clusters",
     }
-    return "".join(f"<dt>{k}</dt><dd>{html.escape(v)}</dd>" for k, v in rows.items())
-
-
-def _implementations(record: Mapping[str, Any]) -> str:
-    rows = []
-    for name, method in record["methods"].items():
-        reasons = "; ".join(f"{n}: {r}" for n, r in method["other_implementations"].items())
-        rows.append(
-            f"<tr><th>{name.upper()}</th>"
-            f"<td class='text'><b>{html.escape(method['implementation'])}</b></td>"
-            f"<td class='text'>{html.escape(reasons)}</td>"
-            f"<td>{method['traces']}</td></tr>"
-        )
-    return (
-        "<div class='scroll'><table><thead><tr><th>attention</th><th class='text'>runs on</th>"
-        "<th class='text'>why not the others</th><th>compilations</th></tr></thead><tbody>"
-        + "".join(rows)
-        + "</tbody></table></div>"
-    )

@@ -1,11 +1,12 @@
-"""One line on the terminal that says how far a sampling run is."""
+"""How far a sampling run is: a bar on a terminal, a line for each method and stage elsewhere."""
 
 import threading
 import time
 from typing import Self, TextIO
 
-_BAR = 24
-_REDRAW_SECONDS = 0.1
+import tqdm
+
+_FORMAT = "{percentage:3.0f}%|{bar:24}| {elapsed}  {desc}"
 
 
 class ProgressBar:
@@ -20,52 +21,37 @@ class ProgressBar:
     def __init__(self, stream: TextIO, names: tuple[str, ...], steps: int):
         self._stream = stream
         self._steps = steps
-        # Every method samples; all but the first one also follow the first one's path.
-        self._passes = 2 * len(names) - 1
         self._finished = 0
-        self._started = self._drawn = time.monotonic()
+        self._started = time.monotonic()
         self._stage = ("", "")
-        self._terminal = stream.isatty()
         self._lock = threading.Lock()
+        # Every method samples; all but the first one also follow the first one's path.
+        total = (2 * len(names) - 1) * steps
+        self._bar = None
+        if stream.isatty():
+            self._bar = tqdm.tqdm(total=total, file=stream, leave=False, bar_format=_FORMAT)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._terminal:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
+        if self._bar is not None:
+            self._bar.close()
 
     def update(self, name: str, doing: str, done: int) -> None:
         """Says that `done` steps of what a method does now are finished."""
         with self._lock:
             new = (name, doing) != self._stage
             self._stage = (name, doing)
-            if done == self._steps:
-                self._finished += 1
-            total = self._finished + (done % self._steps) / self._steps
-            if not self._terminal:
+            if self._bar is None:
                 if new:
-                    self._say(f"{self._clock()} {name}: {doing}\n")
+                    seconds = int(time.monotonic() - self._started)
+                    print(f"{seconds // 60}:{seconds % 60:02d} {name}: {doing}", file=self._stream)
+                    self._stream.flush()
                 return
-            now = time.monotonic()
-            if new or done == self._steps or now - self._drawn > _REDRAW_SECONDS:
-                self._drawn = now
-                self._say("\r\x1b[K" + self._line(name, doing, done, total / self._passes))
-
-    def _line(self, name: str, doing: str, done: int, share: float) -> str:
-        filled = round(min(share, 1.0) * _BAR)
-        bar = "█" * filled + "░" * (_BAR - filled)
-        count = f" {done}/{self._steps}" if done else ""
-        return f"{bar} {min(share, 1.0):4.0%} {self._clock()}  {name}: {doing}{count}"
-
-    def _clock(self) -> str:
-        seconds = int(time.monotonic() - self._started)
-        return f"{seconds // 60}:{seconds % 60:02d}"
-
-    def _say(self, text: str) -> None:
-        try:
-            self._stream.write(text)
-        except UnicodeEncodeError:
-            self._stream.write(text.replace("█", "#").replace("░", "."))
-        self._stream.flush()
+            self._bar.set_description_str(
+                f"{name}: {doing}" + (f" {done}/{self._steps}" if done else ""), refresh=new
+            )
+            self._bar.update(self._finished + done - self._bar.n)
+            if done == self._steps:
+                self._finished += done

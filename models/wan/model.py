@@ -15,7 +15,18 @@ from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
-from ..attention import NO_CONTROL, AttentionControl, attend, attention_function
+from vc_jax import AttentionState
+
+from ..attention import (
+    NO_CONTROL,
+    AttentionControl,
+    AttentionFunction,
+    LayerInputs,
+    ModelState,
+    SelfAttention,
+    attend,
+    attention_function,
+)
 from ..common import checks, layers
 from ..common.base import VideoTransformer, run_blocks, stack_blocks
 from ..common.schedulers import Sampling
@@ -56,7 +67,7 @@ class WanBlock(nnx.Module):
         query = layers.rotate_pairs(self.q_norm(query), *rope)
         return query, layers.rotate_pairs(self.k_norm(key), *rope), value
 
-    def cross_attention(self, x: Array, context: Array, attention: Any) -> Array:
+    def cross_attention(self, x: Array, context: Array, attention: AttentionFunction) -> Array:
         query, (key, value) = self.cross_q(x)[0], self.cross_kv(context)
         query, key = self.cross_q_norm(query), self.cross_k_norm(key)
         return self.cross_out(attention(query, key, value))
@@ -67,9 +78,9 @@ class WanBlock(nnx.Module):
         modulation: Float[Array, "b g 6 d"],
         context: Float[Array, "b l d"],
         rope: tuple[Array, Array],
-        self_attention: Any,
-        cross_attention: Any,
-    ) -> tuple[Float[Array, "b s d"], Any]:
+        self_attention: SelfAttention,
+        cross_attention: AttentionFunction,
+    ) -> tuple[Float[Array, "b s d"], AttentionState | None]:
         """`self_attention(query, key, value) -> (out, state)`; returns the rows and the state."""
         shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = jnp.moveaxis(
             modulation + self.modulation[...], -2, 0
@@ -104,7 +115,7 @@ class Wan(VideoTransformer):
             config.text_dim, width, width, layers.gelu_tanh, rngs=rngs, dtype=self.dtype
         )
         self.time_mlp = layers.Mlp(
-            config.freq_dim, width, width, jax.nn.silu, rngs=rngs, dtype=exact
+            config.freq_dim, width, width, layers.silu, rngs=rngs, dtype=exact
         )
         self.time_projection = layers.linear(width, 6 * width, rngs=rngs, dtype=exact)
         self.blocks = stack_blocks(
@@ -183,10 +194,14 @@ class Wan(VideoTransformer):
         cross = attention_function(self.cross_attention, "cross_attention")
         x = self.patch_embedding(layers.patchify(latents, config.patch).astype(self.dtype))
 
-        def body(block: WanBlock, x: Array, inputs: Any) -> tuple[Array, Any]:
+        def body(
+            block: WanBlock, x: Array, inputs: LayerInputs
+        ) -> tuple[Array, AttentionState | None]:
             state, flag = inputs
 
-            def self_attention(query: Array, key: Array, value: Array) -> tuple[Array, Any]:
+            def self_attention(
+                query: Array, key: Array, value: Array
+            ) -> tuple[Array, AttentionState | None]:
                 return attend(self.attention, query, key, value, control, state, flag)
 
             return block(x, modulation, context, rope, self_attention, cross)
@@ -228,7 +243,7 @@ class Wan(VideoTransformer):
             "condition": video | {"channels": config.in_channels - channels},
         }
 
-    def sampling_state(self, latents: Array, conditioning: dict[str, Array]) -> Any:
+    def sampling_state(self, latents: Array, conditioning: dict[str, Array]) -> ModelState:
         rows = math.prod(layers.latent_grid(latents, self.config.patch))
         return self.init_attention_state(latents.shape[0], rows)
 
@@ -245,7 +260,7 @@ class Wan(VideoTransformer):
         time: Array,
         conditioning: dict[str, Array],
         control: AttentionControl,
-    ) -> tuple[Array, Any]:
+    ) -> tuple[Array, ModelState | None]:
         """One evaluation for the sampler. `conditioning`: `text`, and for image-to-video
         `first_frame` [B, C, 1, H, W] (TI2V-5B) or `condition` [B, 20, T, H, W] (I2V-A14B)."""
         self.check_conditioning(conditioning)

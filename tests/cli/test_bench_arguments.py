@@ -1,14 +1,27 @@
 """Mistakes in the arguments of benchmarks: one line, exit code 2, before any work."""
 
+import json
 import pathlib
+import subprocess
+import sys
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from vc_jax import _cli
-from vc_jax.benchmarks import _end_to_end_report, _results, attention, fidelity
+from vc_jax.benchmarks import (
+    _end_to_end_report,
+    _programs,
+    _results,
+    _timing,
+    attention,
+    fidelity,
+)
 from vc_jax.benchmarks._fidelity_measures import METHODS, Head
+from vc_jax.benchmarks._workloads import WORKLOADS, Workload
 
+from .stand_ins import kernel, plain
 from .test_mistakes import run
 
 
@@ -81,6 +94,13 @@ def forbidden(*arguments, **options):
         (["attention", "--rounds", "1.5"], "--rounds: invalid int value: '1.5'"),
         (["attention", "--logit-sigma", "inf"], "--logit-sigma: must be positive and finite"),
         (["attention", "--workloads", "big"], "--workloads: invalid choice: 'big'"),
+        (["attention", "--shapes", "4096"], "--shapes: must be TOKENSxHEADS, for example 4096x24"),
+        (["attention", "--shapes", "0x24"], "--shapes: must be positive, got 0x24"),
+        (["attention", "--shapes", "4096x24"], "--shapes is taken with --whole-calls only"),
+        (["attention", "--whole-calls", "--softmax", "exp"], "--softmax is taken without"),
+        (["attention", "--whole-calls", "--workloads", "wan-720p"], "--workloads is taken without"),
+        (["attention", "--whole-calls", "--logit-sigma", "2"], "--logit-sigma is taken without"),
+        (["attention", "--whole-calls", "--presets", "nvfp4"], "--presets: invalid choice"),
         (["end-to-end", "--models", "foo"], "--models: invalid choice: 'foo'"),
         (["end-to-end", "--budget", "inf"], "--budget: must be positive and finite"),
         (["end-to-end", "--presets", "nvfp4"], "--presets: invalid choice: 'nvfp4'"),
@@ -182,18 +202,32 @@ def test_fidelity_leaves_out_only_the_figure(files, drawn, monkeypatch, capfd):
 
 
 def test_attention_leaves_out_only_the_figure(tmp_path, drawn, monkeypatch, capfd):
-    def measure(workload, variants, **options):
-        row = dict.fromkeys(
-            ("ratio_to_fa3", "ratio_to_gemm", "milliseconds", "spread", "relative_l2"), 1.0
-        )
-        names = {"workload": workload.name, "kernel": "some", "teraflops": 1.0}
-        return [row | names | dict.fromkeys(("clock_mhz", "power_w", "compile_s"))]
+    """With stand-ins for what needs a GPU: the kernel, the peers and the card's own limit."""
 
-    monkeypatch.setattr(attention, "_missing_gpu", lambda: None)
-    monkeypatch.setattr(attention, "available_peers", lambda: ({}, {}))
-    monkeypatch.setattr(attention, "measure", measure)
-    assert _cli.main(["bench", "attention", "--output", str(tmp_path / "out")]) == 0
-    assert_figure(tmp_path / "out", "attention", drawn, capfd.readouterr().err)
+    def refuses(query, key, value):
+        raise ValueError("not this shape")
+
+    peers = {"FlashAttention-3 BF16": ("1", plain), "other BF16": ("1", refuses)}
+    monkeypatch.setattr(_programs.hopper, "attention", kernel)
+    monkeypatch.setattr(attention, "missing_gpu", lambda: None)
+    monkeypatch.setattr(attention, "available_peers", lambda: (peers, {}))
+    monkeypatch.setattr(
+        attention, "gemm_candidate", lambda: _timing.Candidate(jnp.zeros(2).sum, 1e9)
+    )
+    monkeypatch.setitem(WORKLOADS, "tiny", Workload("tiny", 256, 2, head_dim=32))
+    arguments = ["--workloads", "tiny", "--presets", "int8", "--seconds", "0.001", "--rounds", "2"]
+    assert _cli.main(["bench", "attention", *arguments, "--output", str(tmp_path / "out")]) == 0
+    printed = capfd.readouterr()
+    assert_figure(tmp_path / "out", "attention", drawn, printed.err)
+    assert "other BF16 does not compile: ValueError: not this shape" in printed.out
+    report = json.loads((tmp_path / "out" / "attention.json").read_text())
+    rows = {row["kernel"]: row for row in report["rows"]}
+    names = ["FlashAttention-3 BF16", "vc_jax int8", "vc_jax int8, no means", attention.GEMM]
+    assert list(rows) == names
+    assert rows["FlashAttention-3 BF16"]["relative_l2"] < 0.01
+    assert rows["FlashAttention-3 BF16"]["ratio_to_fa3"] == 1.0
+    assert rows["vc_jax int8"]["relative_l2"] > 1.0
+    assert all(len(row["rounds_ms"]) == 2 for row in rows.values())
 
 
 def test_the_figure_of_end_to_end_is_left_out_without_a_word_for_each_model(
@@ -224,3 +258,11 @@ def test_heads_of_the_shipped_model_are_those_of_every_layer():
     assert [heads[0].name, heads[-1].name] == ["t0.5/layer0/head0", "t0.5/layer7/head1"]
     assert len(heads) == 16
     assert all(head.key.shape == (16 * 4 * 8, 128) for head in heads)
+
+
+def test_benchmarks_of_attention_import_no_model():
+    code = (
+        "import sys, vc_jax.benchmarks.attention, vc_jax.benchmarks.preprocess; "
+        "sys.exit(any(name.startswith('vc_jax.models') for name in sys.modules))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import vc_jax
-from vc_jax.benchmarks import _amdahl, _denoising, _timing, end_to_end
+from vc_jax.benchmarks import _amdahl, _model_programs, _programs, _timing, end_to_end
 from vc_jax.benchmarks._end_to_end_report import EndToEndResults
 from vc_jax.benchmarks._video_models import VIDEO_MODELS, VideoModel, random_parameters
 from vc_jax.benchmarks._workloads import WORKLOADS
@@ -19,6 +19,8 @@ from vc_jax.models.hunyuan_video15 import HunyuanVideo15, HunyuanVideo15Config
 from vc_jax.models.longcat_video import LongCatVideo, LongCatVideoConfig
 from vc_jax.models.minimax_h3 import MiniMaxH3, MiniMaxH3Config
 from vc_jax.models.wan import Wan, WanConfig
+
+from .stand_ins import kernel, plain
 
 TEXT = {"text": (1, 8, 16)}
 TINY = {
@@ -94,19 +96,10 @@ TINY = {
 }
 
 
-def plain(query, key, value):
-    return jax.nn.dot_product_attention(query, key, value, implementation="xla")
-
-
 @pytest.fixture
 def any_device(monkeypatch):
     """The kernel's place is taken by the first of its inputs, in the right layout."""
-
-    def kernel(query_codes, *arrays, softmax):
-        assert softmax in ("expcast", "expcast_running", "exp")
-        return jnp.swapaxes(query_codes, 1, 2).astype(jnp.bfloat16), None
-
-    monkeypatch.setattr(_denoising.hopper, "attention", kernel)
+    monkeypatch.setattr(_programs.hopper, "attention", kernel)
 
 
 def run(model: VideoModel, folder, *arguments: str) -> tuple[int, dict[str, Any], str]:
@@ -127,10 +120,10 @@ def test_every_kind_of_step_is_measured_and_close_to_bf16(name, any_device, tmp_
     assert code == 0
     assert (tmp_path / "end-to-end.png").stat().st_size > 1000
     steps = {row["name"]: row for row in entry["steps"]}
-    assert list(steps) == ["bf16", *(f"int8, {kind}" for kind in _denoising.KINDS)]
+    assert list(steps) == ["bf16", *(f"int8, {kind}" for kind in _programs.KINDS)]
     assert all(row["finite"] and row["milliseconds"] > 0 for row in steps.values())
     assert steps["bf16"]["relative_l2"] == 0
-    errors = {kind: steps[f"int8, {kind}"]["relative_l2"] for kind in _denoising.KINDS}
+    errors = {kind: steps[f"int8, {kind}"]["relative_l2"] for kind in _programs.KINDS}
     assert all(1e-3 < error < 0.05 for error in errors.values())
     # The stored order is that of the cold step; after the window there are no means.
     assert errors["window"] == errors["cold"] != errors["after"]
@@ -168,20 +161,20 @@ def test_a_model_that_fails_leaves_the_others(tmp_path, monkeypatch):
 
 def test_one_program_serves_every_kind_of_step():
     model = TINY["wan-a14b"]
-    job = _denoising.step_job(model, "int8")
+    job = _model_programs.denoising_step_job(model, "int8")
     compiled = jax.jit(job.function).lower(*job.arguments).compile()
     graph, abstract = model.graph("int8")
     inputs = (jax.jit(functools.partial(random_parameters, abstract))(),)
     inputs += model.inputs()
-    state = _denoising.state_function(graph)(inputs[0], inputs[1], inputs[3])
+    state = _model_programs.state_function(graph)(inputs[0], inputs[1], inputs[3])
     # A compiled program refuses other shapes and structures instead of compiling again.
-    for step in _denoising.KINDS.values():
+    for step in _programs.KINDS.values():
         _, state = compiled(*inputs, state, jnp.int32(step))
     assert bool(state.made.all())
 
 
 def test_kinds_are_steps_of_the_schedule():
-    schedule, kinds = _denoising.SCHEDULE, _denoising.KINDS
+    schedule, kinds = _programs.SCHEDULE, _programs.KINDS
     assert kinds["cold"] == 0
     assert kinds["refresh"] in schedule.refresh_steps[1:]
     assert kinds["window"] < schedule.smoothing_steps
@@ -206,7 +199,9 @@ def test_the_full_models_have_the_shapes_they_are_timed_at():
 @pytest.mark.filterwarnings("ignore:a long attention call")
 @pytest.mark.parametrize("name", list(VIDEO_MODELS))
 def test_full_steps_trace_with_the_state_they_return(name):
-    job = _denoising.step_job(VIDEO_MODELS[name], "fp8", cross_attention=lambda q, k, v, **_: q)
+    job = _model_programs.denoising_step_job(
+        VIDEO_MODELS[name], "fp8", cross_attention=lambda q, k, v, **_: q
+    )
     _, state = jax.eval_shape(job.function, *job.arguments)
     assert jax.tree.structure(state) == jax.tree.structure(job.arguments[4])
     shapes = [(x.shape, x.dtype) for x in jax.tree.leaves(state)]
@@ -231,7 +226,7 @@ def test_matrix_products_are_counted_through_scans():
         return jax.lax.scan(lambda x, w: (jax.jit(jnp.matmul)(x, w), None), x, weights)[0]
 
     arrays = (jnp.zeros((5, 7)), jnp.zeros((3, 7, 7)))
-    assert _denoising._flops_of(jax.make_jaxpr(function)(*arrays).jaxpr) == 3 * 2 * 5 * 7 * 7
+    assert _model_programs.flops_of(jax.make_jaxpr(function)(*arrays).jaxpr) == 3 * 2 * 5 * 7 * 7
 
 
 def test_a_schedule_has_one_cold_clustering():

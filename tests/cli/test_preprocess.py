@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from vc_jax.benchmarks import _preprocess_stages, _preprocess_steps, _profile, preprocess
+from vc_jax.benchmarks import _preprocess_stages, _preprocess_steps, _profile, _programs, preprocess
 from vc_jax.benchmarks._amdahl import OfKinds
-from vc_jax.benchmarks._denoising import compile_jobs
+from vc_jax.benchmarks._programs import compile_jobs
 from vc_jax.benchmarks._timing import Measurement
 from vc_jax.benchmarks._workloads import WORKLOADS, Workload
 from vc_jax.pallas_kernels import _counting_sort, _nearest, clustering, preparation
+
+from .stand_ins import kernel
 
 EVENTS = [
     _profile.Event("attention", 5_000_000, 4_000_000),
@@ -24,52 +26,52 @@ EVENTS = [
 TINY = Workload("tiny", 300, 2, head_dim=64)
 
 
-@pytest.fixture
-def any_device(monkeypatch):
+@pytest.fixture(scope="module")
+def any_device():
     """Kernels run in the interpreter; the attention's place is taken by the first of its inputs."""
-    monkeypatch.setitem(WORKLOADS, "tiny", TINY)
-    for module in (_counting_sort, _nearest, clustering, preparation):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setitem(WORKLOADS, "tiny", TINY)
+        for module in (_counting_sort, _nearest, clustering, preparation):
 
-        def launch(body, *arguments, interpret=False, run=module.launch, **options):
-            if "interpret" in getattr(body, "keywords", ()):
-                body = functools.partial(body, interpret=True)
-            return run(body, *arguments, interpret=True, **options)
+            def launch(body, *arguments, interpret=False, run=module.launch, **options):
+                if "interpret" in getattr(body, "keywords", ()):
+                    body = functools.partial(body, interpret=True)
+                return run(body, *arguments, interpret=True, **options)
 
-        monkeypatch.setattr(module, "launch", launch)
+            monkeypatch.setattr(module, "launch", launch)
 
-    def kernel(query_codes, *arrays, softmax):
-        return jnp.swapaxes(query_codes, 1, 2).astype(jnp.bfloat16), None
+        monkeypatch.setattr(_programs.hopper, "attention", kernel)
+        # Most of the time is the compiler's.
+        monkeypatch.setattr(_preprocess_stages, "FLASH_KMEANS_CLUSTERS", ())
+        monkeypatch.setattr(_preprocess_stages, "FLASH_KMEANS_STEPS", 1)
+        config = dataclasses.replace(_preprocess_stages.CONFIG, lloyd_steps=1)
+        monkeypatch.setattr(_preprocess_stages, "CONFIG", config)
+        fast = functools.partial(compile_jobs, options={"xla_backend_optimization_level": 0})
+        monkeypatch.setattr(_preprocess_steps, "compile_jobs", fast)
 
-    monkeypatch.setattr(_preprocess_steps.hopper, "attention", kernel)
-    # Most of the time is the compiler's.
-    monkeypatch.setattr(_preprocess_stages, "FLASH_KMEANS_CLUSTERS", ())
-    monkeypatch.setattr(_preprocess_stages, "FLASH_KMEANS_STEPS", 1)
-    config = dataclasses.replace(_preprocess_stages.CONFIG, lloyd_steps=1)
-    monkeypatch.setattr(_preprocess_stages, "CONFIG", config)
-    fast = functools.partial(compile_jobs, options={"xla_backend_optimization_level": 0})
-    monkeypatch.setattr(_preprocess_steps, "compile_jobs", fast)
+        def profile(call):
+            jax.block_until_ready(call())
+            return _profile.summary(EVENTS)
 
-    def profile(call):
-        jax.block_until_ready(call())
-        return _profile.summary(EVENTS)
-
-    monkeypatch.setattr(_preprocess_steps, "profile", profile)
+        monkeypatch.setattr(_preprocess_steps, "profile", profile)
+        yield
 
 
-@pytest.fixture
-def report(any_device, tmp_path):
+@pytest.fixture(scope="module")
+def report(any_device, tmp_path_factory):
     """The written report and its text."""
+    folder = tmp_path_factory.mktemp("preprocess")
     arguments = preprocess.parser().parse_args(
         [
             *("--workloads", "tiny", "--schedules", "tiny", "--presets", "int8"),
             *("--seconds", "0.01", "--call-seconds", "0.01", "--stage-seconds", "0.001"),
             *("--rounds", "1"),
-            *("--output", str(tmp_path)),
+            *("--output", str(folder)),
         ]
     )
     assert preprocess.run(arguments, {"device": "test"}, lambda q, k, v: q) == 0
-    text = (tmp_path / "preprocess.md").read_text()
-    return json.loads((tmp_path / "preprocess.json").read_text()), text
+    text = (folder / "preprocess.md").read_text()
+    return json.loads((folder / "preprocess.json").read_text()), text
 
 
 def test_every_stage_and_kind_of_step_is_measured_and_checked(report):

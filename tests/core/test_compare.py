@@ -1,5 +1,8 @@
 """`vc_jax.compare`: error of configurations on the caller's own tensors."""
 
+import copy
+import pickle
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -145,3 +148,32 @@ def test_arguments_at_their_defaults_may_be_passed():
     vc_jax.compare(*SMALL, "int8", query_seq_lengths=None, return_residual=False, state=None)
     with pytest.raises(TypeError, match="configs must be"):
         vc_jax.compare(*SMALL, 5)
+
+
+def test_the_worst_row_shows_by_its_place():
+    query, key, value = (np.array(x) for x in SMALL)
+    exact, _ = oracles.attention(query, key, value)
+    out = exact.copy()
+    out[1, 17, 0] *= 1.5
+    out[1, 18, 0] *= 0.75
+    found = _compare.error_measures(out, exact, np.arange(40) * 3)
+    np.testing.assert_allclose(found.worst_row_l2, [[0, 0], [0.5, 0]], atol=1e-12)
+    assert found.worst_row[1, 0] == 51
+    assert "worst row 0.5000: row 51 of head 0 of batch 1" in str(found)
+    out[0, 3, 1, 2] = np.nan
+    found = _compare.error_measures(out, exact)
+    assert np.isnan(found.worst_row_l2[0, 1])
+    assert found.worst_row[0, 1] == 3
+
+    sampled = vc_jax.compare(*SMALL, "int8", rows=4)["int8"]
+    assert set(sampled.worst_row.flat) <= {0, 13, 26, 39}
+    assert (sampled.worst_row_l2 >= sampled.relative_l2 * 0.99).all()
+
+
+def test_comparisons_compare_pickle_and_copy():
+    found = vc_jax.compare(*SMALL, ["int8", "bf16"])
+    one, other = found["int8"], found["bf16"]
+    assert one == pickle.loads(pickle.dumps(one)) == copy.deepcopy(one) == copy.copy(one)
+    assert one != other
+    assert one != "int8"
+    assert [one, other].index(other) == 1

@@ -1,7 +1,9 @@
 """The denoising schedule: which steps cluster, smooth, and run unquantised."""
 
 import dataclasses
+import json
 import math
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -92,3 +94,10 @@ def test_numpy_numbers_are_numbers():
     )
     assert schedule == DenoisingSchedule(40, 0.25, 4, (1, 2))
     assert hash(schedule) == hash(DenoisingSchedule(40, 0.25, 4, (1, 2)))
+
+
+def test_a_schedule_comes_back_from_json_and_from_a_pickle():
+    schedule = DenoisingSchedule(40, high_precision_steps=(1, 2))
+    read = DenoisingSchedule(**json.loads(json.dumps(dataclasses.asdict(schedule))))
+    assert read == schedule == pickle.loads(pickle.dumps(schedule))
+    assert hash(read) == hash(schedule)

@@ -1,6 +1,8 @@
 """The state as a pytree: its structure, where it can be kept, and what is refused."""
 
+import copy
 import functools
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -51,9 +53,9 @@ def test_the_state_has_a_fixed_structure_without_none_and_the_documented_size():
 
 
 @pytest.mark.parametrize("config", ["bf16", UNSMOOTHED])
-def test_a_configuration_that_does_not_cluster_has_an_empty_state_and_runs(config):
+def test_a_configuration_that_does_not_cluster_has_a_small_state_and_runs(config):
     state = vc_jax.init_state(config, BATCH, LENGTH, KV_HEADS, SIZE)
-    assert sum(x.nbytes for x in jax.tree.leaves(state)) <= BATCH
+    assert sum(x.nbytes for x in jax.tree.leaves(state)) <= BATCH * (4 * KV_HEADS * (SIZE + 1) + 2)
     resolved = vc_jax.PRESETS["bf16"] if config == "bf16" else config
     result, new = step_at(inputs(), state, 0, config=resolved)
     same_bytes(new, state)
@@ -173,11 +175,30 @@ def test_a_state_lies_in_a_linen_collection():
 
 def test_a_state_goes_through_a_checkpoint(tmp_path):
     _, states = trajectory([0])
+    same_bytes(states[0], saved_and_restored(tmp_path, states[0]))
+
+
+def saved_and_restored(path, state, sharding=None):
+    def place(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or x.sharding)
+
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", states[0])
+        checkpointer.save(path / "state", state)
         checkpointer.wait_until_finished()
-        restored = checkpointer.restore(tmp_path / "state", jax.eval_shape(lambda: fresh()))
-    same_bytes(states[0], restored)
+        return checkpointer.restore(path / "state", jax.tree.map(place, state))
+
+
+@pytest.mark.parametrize("config", vc_jax.PRESETS)
+def test_a_state_of_any_preset_is_saved_and_restored_on_another_mesh(config, tmp_path):
+    state = vc_jax.init_state(config, 2, LENGTH, KV_HEADS, SIZE)
+    assert all(x.size for x in jax.tree.leaves(state))
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.NamedSharding(mesh, jax.P("data"))
+    restored = saved_and_restored(tmp_path, state, sharding)
+    same_bytes(state, restored)
+    assert {x.sharding for x in jax.tree.leaves(restored)} == {sharding}
+    same_bytes(state, pickle.loads(pickle.dumps(state)))
+    same_bytes(state, copy.deepcopy(state))
 
 
 def test_a_state_in_a_linen_collection_can_be_serialised_by_flax():

@@ -43,6 +43,30 @@ def test_kmeans_is_plain_lloyd_with_a_fixed_number_of_steps(length, steps):
     assert found.centroids.dtype == jnp.float32
 
 
+@pytest.mark.parametrize("offset", [1e3, -1e4])
+def test_a_common_offset_changes_no_label(offset):
+    rng = np.random.default_rng(3)
+    values = (rng.normal(size=(300, 8)) + offset).astype(np.float32)
+    start = values[:5]
+    found = kmeans(jnp.asarray(values), 5, steps=jnp.int32(4), centroids=jnp.asarray(start))
+    np.testing.assert_allclose(found.centroids, oracles.kmeans(values, start, 4)[1], atol=2e-2)
+    nearest, _ = oracles.kmeans(values, found.centroids, 0)
+    assert (np.asarray(found.labels) == nearest).mean() > 0.99
+    # The chain of similar clusters: places on a line, in either direction.
+    line = np.float32(rng.permutation(40))[:, None] * np.ones(8, np.float32) + np.float32(offset)
+    places = np.asarray(similar_clusters_together(jnp.asarray(line)))
+    np.testing.assert_array_equal(np.abs(np.diff(places[np.argsort(line[:, 0])])), 1)
+
+
+def test_one_value_that_is_not_finite_spoils_no_other_label():
+    values, groups = clustered(0, 300)
+    first = [np.flatnonzero(groups == g)[1] for g in range(6)]
+    start = values[first]
+    values[0] = np.inf
+    found = kmeans(jnp.asarray(values), 6, steps=jnp.int32(0), centroids=jnp.asarray(start))
+    np.testing.assert_array_equal(found.labels[1:], groups[1:])
+
+
 def test_kmeans_finds_groups_that_are_far_apart():
     values, groups = clustered(0, 300)
     first = [np.flatnonzero(groups == g)[0] for g in range(6)]

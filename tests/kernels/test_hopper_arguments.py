@@ -34,7 +34,11 @@ def arrays(**others) -> Prepared8:
         "kv_count": jnp.full(1, 300, jnp.int32),
         "score_excess": jnp.ones((1, 2, 8), jnp.float32),
     }
-    return Prepared8(**given | others)
+    # Past the constructor, which refuses wrong arrays in the tests' own way.
+    prepared = object.__new__(Prepared8)
+    for name, value in (given | others).items():
+        object.__setattr__(prepared, name, value)
+    return prepared
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from vc_jax.models.common.video import read_video
 from vc_jax.models.training import film
 
 
@@ -96,7 +97,7 @@ def test_a_film_that_is_too_short_is_an_error():
 
 def test_unreadable_videos_are_errors(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"none\.mp4"):
-        film.read_video(tmp_path / "none.mp4", height=8, width=8)
+        read_video(tmp_path / "none.mp4", height=8, width=8)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -104,7 +105,7 @@ def test_a_file_that_is_no_video_is_an_error(tmp_path):
     path = tmp_path / "text.mp4"
     path.write_text("no video")
     with pytest.raises(ValueError, match="cannot decode"):
-        film.read_video(path, height=8, width=8)
+        read_video(path, height=8, width=8)
 
 
 def write_video(path, frames) -> None:
@@ -120,8 +121,8 @@ def test_videos_come_back_as_rgb_of_the_size_asked_for(tmp_path):
     frames = np.zeros((6, 90, 160, 3), np.uint8)
     frames[..., 0] = 200
     write_video(tmp_path / "red.avi", frames)
-    read = film.read_video(tmp_path / "red.avi", height=88, width=160)
+    read = read_video(tmp_path / "red.avi", height=88, width=160)
     assert read.shape == (6, 88, 160, 3)
     assert read[..., 0].mean() > 150 > 60 > read[..., 2].mean()
-    small = film.read_video(tmp_path / "red.avi", height=32, width=32, max_frames=2)
+    small = read_video(tmp_path / "red.avi", height=32, width=32, max_frames=2)
     assert small.shape == (2, 32, 32, 3)

@@ -1,6 +1,8 @@
 """Reading and writing checkpoints: laziness, errors, shards, exact round trips."""
 
+import copy
 import json
+import pickle
 import tracemalloc
 
 import jax
@@ -28,6 +30,14 @@ def sharded(tmp_path_factory):
     port = golden.random_model(Wan, WIDE, dtype=jnp.float32)
     port.to_pretrained(folder, max_shard_bytes=24 * 10**6)
     return port, folder
+
+
+@pytest.mark.parametrize("name", golden.NAMES)
+def test_a_model_pickles_and_copies(name):
+    port = golden.fixture(name).model(attention="int8", cross_attention="bf16")
+    for again in (pickle.loads(pickle.dumps(port)), copy.deepcopy(port)):
+        assert nnx.graphdef(again) == nnx.graphdef(port)
+        jax.tree.map(np.testing.assert_array_equal, *map(jax.tree.leaves, (again, port)))
 
 
 @pytest.mark.parametrize("name", golden.NAMES)

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from .._arguments import Inputs, bind
+from .._attention import Normaliser, Output
 from .._config import AttentionConfig
 from .._dispatch import attend, request_of, select_implementation
 from .._implementations import Result, Static
@@ -35,9 +36,9 @@ from ._state import check_state
 
 
 def sharded_attention(
-    query: Float[Array, "b t n h"],
-    key: Float[Array, "b s k h"],
-    value: Float[Array, "b s k h"],
+    query: Float[Array, "*b t n h"],
+    key: Float[Array, "*b s k h"],
+    value: Float[Array, "*b s k h"],
     bias: None = None,
     mask: Array | None = None,
     *,
@@ -52,7 +53,7 @@ def sharded_attention(
     key_value_seq_lengths: Int[Array, " b"] | Sequence[int] | None = None,
     implementation: str | None = None,
     return_residual: bool = False,
-):
+) -> Output | tuple[Output, Normaliser]:
     """`vc_jax.dot_product_attention` with its batch, heads and tokens spread over a mesh.
 
     * `"ulysses"`: an all-to-all exchanges tokens for heads, each device attends with whole
@@ -98,9 +99,9 @@ def sharded_attention(
 
 
 def sharded_attention_step(
-    query: Float[Array, "b t n h"],
-    key: Float[Array, "b s k h"],
-    value: Float[Array, "b s k h"],
+    query: Float[Array, "*b t n h"],
+    key: Float[Array, "*b s k h"],
+    value: Float[Array, "*b s k h"],
     state: AttentionState,
     bias: None = None,
     mask: Array | None = None,
@@ -119,7 +120,7 @@ def sharded_attention_step(
     key_value_seq_lengths: Int[Array, " b"] | Sequence[int] | None = None,
     implementation: str | None = None,
     return_residual: bool = False,
-):
+) -> tuple[Output | tuple[Output, Normaliser], AttentionState]:
     """`vc_jax.attention_step`, spread over a mesh as in `sharded_attention`.
 
     Args:

@@ -4,10 +4,10 @@ import dataclasses
 import math
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 
-from .._arguments import bind
+from .._arguments import Inputs, bind
+from .._attention import MaybeAbstract
 from .._config import AttentionConfig
 from .._mesh_axes import AnyMesh, MeshAxes
 from ._attention import check_rows, plan_of
@@ -73,9 +73,9 @@ class Communication:
 
 
 def communication(
-    query,
-    key,
-    value,
+    query: MaybeAbstract,
+    key: MaybeAbstract,
+    value: MaybeAbstract,
     *,
     mesh: AnyMesh | None = None,
     batch_axis: MeshAxes = None,
@@ -122,7 +122,7 @@ def _on_device(plan: Plan, shape: tuple[int, ...]) -> tuple[int, ...]:
     return batch // plan.size(plan.batch), -(-tokens // parts), heads // plan.size(plan.heads), size
 
 
-def _exchanges(plan: Plan, inputs, residual: bool) -> list[Transfer]:
+def _exchanges(plan: Plan, inputs: Inputs, residual: bool) -> list[Transfer]:
     """Heads for tokens and back."""
     if not plan.ulysses:
         return []
@@ -144,7 +144,7 @@ def _exchanges(plan: Plan, inputs, residual: bool) -> list[Transfer]:
     return found
 
 
-def _rotations(plan: Plan, key: jax.Array, ordered: bool, valid: bool) -> list[Transfer]:
+def _rotations(plan: Plan, key: MaybeAbstract, ordered: bool, valid: bool) -> list[Transfer]:
     """A piece of keys, once to each other device of the ring."""
     batch, tokens, heads, size = _on_device(plan, key.shape)
     exchanged = plan.size(plan.ulysses)
