@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
-from numpy.typing import DTypeLike
 
 from ._arguments import Inputs, Validity
 from ._config import AttentionConfig
@@ -101,7 +101,7 @@ def forward(
       dtype: of the output; `None`: the query's.
     """
     implementation = IMPLEMENTATIONS[static.implementation]
-    dtype = inputs.query.dtype if dtype is None else dtype
+    dtype = jnp.dtype(inputs.query.dtype if dtype is None else dtype)
     inputs = _without_padded_queries(inputs)
     if implementation.on_prepared is not None and static.config.quantized:
         order = order_of_keys(static, inputs, order)

@@ -91,6 +91,7 @@ def _spread(function, static, config, mesh, inputs: Inputs, state, step):
     result = reshard(result, (own, PartitionSpec(*own[:3])), mesh)
     if state is None:
         return result, None
+    assert new_state is not None
     if copies > 1:
         new_state = (*(whole_along(x, 1)[:, ::copies] for x in new_state[:2]), *new_state[2:])
     return result, state_of(reshard(new_state, tuple(map(spec_of, state)), mesh))

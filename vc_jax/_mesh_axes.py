@@ -70,12 +70,16 @@ def arrays_of(inputs: Inputs) -> tuple[Array | None, ...]:
 
 def inputs_of(arrays: tuple[Any, ...], prefix: bool) -> Inputs:
     """The call of `arrays_of`, or of parts of them."""
-    return Inputs(*arrays[:4], Validity(*arrays[4:], prefix))
+    query, key, value, scale, key_valid, query_valid, poison = arrays
+    return Inputs(query, key, value, scale, Validity(key_valid, query_valid, poison, prefix))
 
 
 def state_of(arrays: tuple[Any, ...] | None) -> AttentionState | None:
     """The state of these arrays, if there is one."""
-    return None if arrays is None else AttentionState(*arrays)
+    if arrays is None:
+        return None
+    permutation, centroids, key_valid, made = arrays
+    return AttentionState(permutation, centroids, key_valid, made)
 
 
 def names_of(axes: MeshAxes) -> tuple[str, ...]:

@@ -273,8 +273,8 @@ def _tokens_for_heads(rows: Array, plan: Plan) -> Array:
     """The way back, for [B, T, N, H] and [B, T, N]."""
     if not plan.ulysses:
         return rows
-    rows = _more(rows, -rows.shape[1] % plan.size(plan.ulysses))
-    return lax.all_to_all(rows, plan.ulysses, 1, 2, tiled=True)
+    padded = _more(rows, -rows.shape[1] % plan.size(plan.ulysses))
+    return lax.all_to_all(padded, plan.ulysses, 1, 2, tiled=True)
 
 
 def _one_decision(state: AttentionState, plan: Plan) -> tuple[Array, ...]:

@@ -7,6 +7,7 @@ its normaliser is that of the inputs' scores, so that parts merge whatever the p
 import dataclasses
 import functools
 import math
+import operator
 from typing import Any
 
 import jax
@@ -39,7 +40,8 @@ class Ring:
     def __call__(self, static: Static, inputs: Inputs, order: Array | None = None) -> Result:
         """Attention to all pieces: output in the query's dtype, normaliser or `None`."""
         arrays = _vary(arrays_of(inputs), order)
-        out, lse = _attend(self, static, inputs.validity.prefix, arrays, order)
+        result: Any = _attend(self, static, inputs.validity.prefix, arrays, order)
+        out, lse = result
         return out, lax.stop_gradient(lse) if static.residual else None
 
     def rotate(self, arrays: Any, by: int = 1) -> Any:
@@ -114,7 +116,8 @@ def _attend_backward(ring: Ring, static: Static, prefix: bool, saved, cotangents
 
     def home(gradient: Array) -> Array:
         parts = jnp.split(gradient.astype(jnp.float32), ring.size, 1)
-        return sum(ring.rotate(part, -by) if by else part for by, part in enumerate(parts))
+        parts = [ring.rotate(part, -by) for by, part in enumerate(parts)]
+        return functools.reduce(operator.add, parts)
 
     key_gradient, value_gradient = home(gradients[1]), home(gradients[2])
     of_keys = key_gradient.astype(key.dtype), value_gradient.astype(value.dtype)
