@@ -261,7 +261,7 @@ def _mask(mask, batch: Size, heads: Size, rows: Size, length: Size, unbatched: b
 
 
 def is_traced(value) -> bool:
-    """Whether a value is a tracer (an abstract shape is neither traced nor concrete)."""
+    """Whether a value exists but cannot be looked at (of an abstract shape there is none)."""
     return not is_concrete(value) and not isinstance(value, jax.ShapeDtypeStruct)
 
 

@@ -7,10 +7,11 @@ from typing import Literal, overload
 import jax
 from jaxtyping import Array, Float, Int
 
-from ._arguments import bind
+from ._arguments import Inputs, bind
 from ._config import AttentionConfig
 from ._dispatch import attend, choose, default_device, request_of, select_implementation
-from ._implementations import Static
+from ._explicit_axes import spread
+from ._implementations import Result, Static
 from ._order import AttentionState, check_state, order_from_state
 from ._tracing import own_promotion
 
@@ -174,12 +175,22 @@ def dot_product_attention(
     request = request_of(call.inputs, call.config, return_residual)
     chosen = select_implementation(request, implementation)
     static = Static(call.config, chosen, call.config.smooth_values, return_residual)
-    order = None
     if state is not None:
-        order = order_from_state(state, call.inputs, call.config, chosen)
-    out, lse = attend(static, call.inputs, order)
+        check_state(state, call.inputs, call.config, layered=False)
+    (out, lse), _ = spread(_attend, static, call.config, call.inputs, state)
     out = out.reshape(query.shape)
     return (out, lse.reshape(query.shape[:-1])) if lse is not None else out
+
+
+def _attend(
+    static: Static, inputs: Inputs, state: AttentionState | None, step: None
+) -> tuple[Result, AttentionState | None]:
+    """Attention in the order of a state, if there is one, and that state as it was."""
+    del step
+    order = None
+    if state is not None:
+        order = order_from_state(state, inputs, static.config, static.implementation)
+    return attend(static, inputs, order), state
 
 
 @own_promotion

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 from ._arguments import check_arguments
 from ._attention import dot_product_attention
 from ._config import AttentionConfig
+from ._mesh_axes import whole_along
 from ._tracing import own_promotion
 
 
@@ -137,7 +138,7 @@ def compare(
     labelled = dict(configs) if isinstance(configs, Mapping) else {c: c for c in configs}
     axis = query.ndim - 3
     chosen = np.unique(np.linspace(0, query.shape[axis] - 1, rows).round().astype(int))
-    sample = jnp.take(jnp.asarray(query), chosen, axis)
+    sample = jnp.take(whole_along(jnp.asarray(query), axis), chosen, axis)
 
     if arguments.get("mask") is not None:
         arguments["mask"] = _rows_of_mask(arguments["mask"], query.shape[axis], chosen)

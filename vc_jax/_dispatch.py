@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ._arguments import Inputs, Validity
@@ -89,16 +90,22 @@ def select_implementation(request: Request, implementation: str | None) -> str:
     return chosen
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _forward(static: Static, inputs: Inputs, order: Array | None) -> Result:
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def forward(
+    static: Static, inputs: Inputs, order: Array | None, dtype: DTypeLike | None = None
+) -> Result:
     """The whole call, top to bottom: order, prepare, kernel, restore.
 
     Jitted, so that a call outside of `jax.jit` does not compile its loops each time.
+
+    Args:
+      dtype: of the output; `None`: the query's.
     """
-    implementation, dtype = IMPLEMENTATIONS[static.implementation], inputs.query.dtype
+    implementation = IMPLEMENTATIONS[static.implementation]
+    dtype = jnp.dtype(inputs.query.dtype if dtype is None else dtype)
     inputs = _without_padded_queries(inputs)
     if implementation.on_prepared is not None and static.config.quantized:
-        order = _order_of_keys(static, inputs, order)
+        order = order_of_keys(static, inputs, order)
         prepared, mean = prepare_call(static, inputs, order)
         out, lse = implementation.on_prepared(static, prepared, dtype)
         lse = _of_input_scores(lse, prepared, inputs, mean)
@@ -116,7 +123,7 @@ def _without_padded_queries(inputs: Inputs) -> Inputs:
     return dataclasses.replace(inputs, query=jnp.where(valid[:, :, None, None], inputs.query, 0))
 
 
-def _order_of_keys(
+def order_of_keys(
     static: Static, inputs: Inputs, order: Int[Array, "b k s"] | None
 ) -> Int[Array, "b k s"] | None:
     """Valid keys first; sorted by cluster with V-Smooth unless an order is given."""
@@ -172,7 +179,7 @@ def _mark_rows(out: Array, lse: Array | None, validity: Validity) -> Result:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(static: Static, query, key, value, scale, validity: Validity, order):
-    return _forward(static, Inputs(query, key, value, scale, validity), order)
+    return forward(static, Inputs(query, key, value, scale, validity), order)
 
 
 def _attend_forward(static: Static, query, key, value, scale, validity: Validity, order):
@@ -184,18 +191,28 @@ def _attend_forward(static: Static, query, key, value, scale, validity: Validity
 def _attend_backward(static: Static, saved, cotangents):
     """Straight-through: the gradient of unquantised attention at the same inputs."""
     del static
+    return (*input_gradients(saved, cotangents[0]), None, None)
+
+
+def input_gradients(saved: tuple[Any, ...], cotangent: Array) -> tuple[Array, ...]:
+    """Gradients of query, key, value and scale, in their dtypes.
+
+    Args:
+      saved: query, key, value, scale and validity.
+      cotangent: of the output.
+    """
     query, key, value, scale, validity = saved
     gradients = attention_gradient(
         query,
         key,
         value,
-        cotangents[0],
+        cotangent,
         scale=scale,
         key_valid=validity.key,
         query_valid=validity.query,
     )
     arrays = (query, key, value, scale)
-    return (*(g.astype(x.dtype) for g, x in zip(gradients, arrays)), None, None)
+    return tuple(g.astype(x.dtype) for g, x in zip(gradients, arrays))
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

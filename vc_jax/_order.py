@@ -162,8 +162,7 @@ def unchanged(state: AttentionState, inputs: Inputs) -> AttentionState:
 def order_from_state(
     state: AttentionState, inputs: Inputs, config: AttentionConfig, implementation: str
 ) -> Int[Array, "b k s"] | None:
-    """The state's order if it was made for the same valid keys, else one made here."""
-    check_state(state, inputs, config, layered=False)
+    """The order of a checked state if it was made for the same valid keys, else one made here."""
     if not config.clustered:
         return None
     return _order(state, inputs, config, implementation)

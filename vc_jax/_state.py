@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, overload
 
 import jax
@@ -10,22 +10,30 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from ._arguments import bind
+from ._arguments import Inputs, bind
 from ._attention import Normaliser, Output
 from ._config import PRESETS, AttentionConfig
 from ._dispatch import attend, request_of, select_implementation
-from ._implementations import Static
+from ._explicit_axes import spread
+from ._implementations import Result, Static
 from ._order import AttentionState, after_window, check_state, in_window, same_keys, unchanged
 from ._schedule import DenoisingSchedule
 from ._tracing import concrete, own_promotion
 
 
-def _check_index(name: str, index, size: int) -> None:
+def check_index(name: str, index, size: int) -> None:
     if jnp.ndim(index) or not jnp.issubdtype(jnp.result_type(index), jnp.integer):
         raise TypeError(f"{name} must be an integer scalar, got {index!r}")
     known = concrete(index)
     if known is not None and not 0 <= known < size:
         raise ValueError(f"{name} must be in [0, {size - 1}], got {known}")
+
+
+def check_step(step, schedule) -> None:
+    """Raise unless a step, traced or not, is one of the schedule's."""
+    if not isinstance(schedule, DenoisingSchedule):
+        raise TypeError(f"schedule must be a DenoisingSchedule, got {type(schedule).__name__}")
+    check_index("step", step, schedule.num_steps)
 
 
 @overload
@@ -142,9 +150,7 @@ def attention_step(
       TypeError, ValueError, NotImplementedError: as `dot_product_attention`, and for a state that
         does not fit the keys or the configuration.
     """
-    if not isinstance(schedule, DenoisingSchedule):
-        raise TypeError(f"schedule must be a DenoisingSchedule, got {type(schedule).__name__}")
-    _check_index("step", step, schedule.num_steps)
+    check_step(step, schedule)
     call = bind(
         query,
         key,
@@ -161,36 +167,65 @@ def attention_step(
     inputs, config = call.inputs, call.config
     check_state(state, inputs, config, layered=layer is not None)
     if layer is not None:
-        _check_index("layer", layer, state.made.shape[0])
-    step = jnp.asarray(step)
+        check_index("layer", layer, state.made.shape[0])
+    plan = StepPlan(schedule, config, implementation, return_residual)
+    one = layer_of(state, layer)
+    (out, lse), one = spread(run_step, plan, config, inputs, one, jnp.asarray(step))
+    new = with_layer(state, layer, one)
+    out = out.reshape(query.shape)
+    result = (out, lse.reshape(query.shape[:-1])) if lse is not None else out
+    return result, new
+
+
+def layer_of(state: AttentionState, layer: Array | int | None) -> AttentionState:
+    """One layer of a stacked state, or the state itself."""
+    if layer is None:
+        return state
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, layer, 0, keepdims=False), state)
+
+
+def with_layer(
+    state: AttentionState, layer: Array | int | None, one: AttentionState
+) -> AttentionState:
+    """A stacked state with one layer replaced, or the new state itself."""
+    if layer is None:
+        return one
+    return jax.tree.map(
+        lambda stack, x: lax.dynamic_update_index_in_dim(stack, x, layer, 0), state, one
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPlan:
+    """What all steps share.
+
+    Attributes:
+      attend: `(static, inputs, order) -> (out, lse)`; hashable.
+    """
+
+    schedule: DenoisingSchedule
+    config: AttentionConfig
+    implementation: str | None
+    residual: bool
+    attend: Callable[..., Result] = attend
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def run_step(
+    plan: StepPlan, inputs: Inputs, state: AttentionState, step: Array
+) -> tuple[Result, AttentionState]:
+    """Attention and state of one layer, the precision and the window chosen by the step."""
+    schedule, config, implementation = plan.schedule, plan.config, plan.implementation
     known = (step >= 0) & (step < schedule.num_steps)
     # Every score and with it every output of a step that there is not is NaN.
     inputs = dataclasses.replace(inputs, scale=jnp.where(known, inputs.scale, jnp.nan))
-    one = (
-        state
-        if layer is None
-        else jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, layer, 0, keepdims=False), state)
-    )
-    (out, lse), one = _step(inputs, one, step, schedule, config, implementation, return_residual)
-    if layer is not None:
-        one = jax.tree.map(
-            lambda stack, x: lax.dynamic_update_index_in_dim(stack, x, layer, 0), state, one
-        )
-    out = out.reshape(query.shape)
-    result = (out, lse.reshape(query.shape[:-1])) if lse is not None else out
-    return result, one
-
-
-@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
-def _step(inputs, state, step, schedule, config, implementation, residual):
-    """Attention and state of one layer, the precision and the window chosen by the step."""
 
     def choose(numerics: AttentionConfig, name: str | None) -> str:
-        return select_implementation(request_of(inputs, numerics, residual), name)
+        return select_implementation(request_of(inputs, numerics, plan.residual), name)
 
     def run(numerics: AttentionConfig, name: str | None, smooth: bool, order: Array | None):
         chosen = choose(numerics, name)
-        return attend(Static(numerics, chosen, smooth, residual), inputs, order)
+        return plan.attend(Static(numerics, chosen, smooth, plan.residual), inputs, order)
 
     def low_bit():
         if not config.clustered:

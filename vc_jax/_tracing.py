@@ -52,10 +52,12 @@ def is_symbolic(size: Any) -> bool:
 
 
 def is_concrete(value) -> bool:
-    """Whether a value can be looked at now, outside of a trace."""
-    return not isinstance(value, (Tracer, jax.ShapeDtypeStruct))
+    """Whether a value can be looked at now: not in a trace, no part of it in another process."""
+    if isinstance(value, (Tracer, jax.ShapeDtypeStruct)):
+        return False
+    return getattr(value, "is_fully_addressable", True)
 
 
 def concrete(value) -> np.ndarray | None:
-    """A value as a NumPy array, or `None` while it is traced."""
+    """A value as a NumPy array, or `None` where it cannot be looked at."""
     return np.asarray(value) if is_concrete(value) else None

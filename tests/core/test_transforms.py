@@ -193,7 +193,7 @@ def test_a_call_lowers_for_a_gpu_on_a_machine_without_one(name):
 def test_a_call_outside_of_jit_compiles_once():
     """Its loops would be compiled anew each time if nothing inside were jitted."""
     attention(*INPUTS, key_value_seq_lengths=LENGTHS)
-    before = _dispatch._forward._cache_size()
+    before = _dispatch.forward._cache_size()
     for lengths in ([130, 1], [2, 3]):
         attention(*INPUTS, key_value_seq_lengths=jnp.array(lengths))
-    assert _dispatch._forward._cache_size() == before
+    assert _dispatch.forward._cache_size() == before

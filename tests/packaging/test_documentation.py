@@ -49,9 +49,10 @@ def test_the_examples_of_a_page_run_from_top_to_bottom(name):
 
 
 def test_every_page_with_examples_is_run():
-    # Those of integration.md and models.md run in tests/ported_models/test_integration.py.
+    # Those of integration, models and scaling run in tests/ported_models/test_integration.py.
     found = {page.relative_to(ROOT).as_posix() for page in PAGES if examples(page)}
-    assert found == {"README.md", "docs/migrating.md", "docs/integration.md", "docs/models.md"}
+    of_docs = ("migrating", "integration", "models", "scaling")
+    assert found == {"README.md", *(f"docs/{page}.md" for page in of_docs)}
 
 
 def test_the_sampling_loop_of_the_readme_uses_its_state():

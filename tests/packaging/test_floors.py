@@ -19,8 +19,9 @@ FORBIDDEN = {
 
 def modules(floor: str) -> list[pathlib.Path]:
     """The floor's files; the links in `vc_jax` lead to other floors."""
-    found = (ROOT / floor).rglob("*.py") if floor != "vc_jax" else (ROOT / floor).glob("*.py")
-    return sorted(found)
+    if floor != "vc_jax":
+        return sorted((ROOT / floor).rglob("*.py"))
+    return sorted([*(ROOT / floor).glob("*.py"), *(ROOT / floor / "sharding").glob("*.py")])
 
 
 def location(path: pathlib.Path) -> tuple[str, ...]:
