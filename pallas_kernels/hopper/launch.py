@@ -8,9 +8,10 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+from .._registers import ROWS
 from ..layout import COUNT_ROWS, E4M3, STEP, Prepared8
-from ._interpreted import InterpretedRegisters
-from ._registers import ROWS, Registers
+from ._interpreted import InterpretedHopper
+from ._products import HopperRegisters
 from ._schedule import MEAN_SLOTS, Config, Memory, Refs, Rings, Scratch, Shape, attention_body
 
 SHARED_MEMORY = 232448
@@ -165,7 +166,7 @@ def launch_kernel(
         _output_columns(size, out_dtype),
         not interpret,
     )
-    operations = (InterpretedRegisters if interpret else Registers)(
+    operations = (InterpretedHopper if interpret else HopperRegisters)(
         query_codes.dtype == jnp.int8, softmax, means, size
     )
 

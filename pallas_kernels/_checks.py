@@ -1,4 +1,4 @@
-"""What the Hopper kernel checks about its arguments before anything is compiled."""
+"""What the attention kernels check about their arguments before anything is compiled."""
 
 import dataclasses
 from typing import Any
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ..layout import BLOCK, COUNT_ROWS, E4M3, STEP, Prepared8
+from .layout import BLOCK, COUNT_ROWS, E4M3, STEP, Prepared8
 
 
 def check_options(out_dtype, interpret: Any) -> None:
