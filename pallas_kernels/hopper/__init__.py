@@ -11,18 +11,19 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._checks import check_arrays, check_kinds, check_options, with_known_count
-from .._registers import ROWS
-from ..layout import Prepared8
-from ._schedule import Config
-from .launch import (
+from .._checks import (
     HEAD_DIMS,
     OUTPUT_DTYPES,
     SOFTMAX,
-    launch_kernel,
-    shared_memory_bytes,
-    unsupported,
+    check_arrays,
+    check_kinds,
+    check_options,
+    with_known_count,
 )
+from .._registers import ROWS
+from ..layout import Prepared8
+from ._schedule import Config
+from .launch import launch_kernel, shared_memory_bytes, unsupported
 
 __all__ = [
     "HEAD_DIMS",
