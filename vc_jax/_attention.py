@@ -143,8 +143,8 @@ def dot_product_attention(
       query_seq_lengths, key_value_seq_lengths: int [B], valid prefix of each row.
       state: an `AttentionState` whose order of the keys is used if it was made for the same valid
         keys; otherwise, and without a state, the values are clustered in this call.
-      implementation: one of `"hopper"`, `"cudnn"`, `"xla"`; `None`: the fastest one that supports
-        the call.
+      implementation: one of `"hopper"`, `"mma"`, `"cudnn"`, `"xla"`; `None`: the fastest one that
+        supports the call.
       return_residual: also return the log normaliser.
 
     Returns:

@@ -115,21 +115,56 @@ def _hopper_kernel(static: Static, prepared: Prepared, dtype: DTypeLike) -> Resu
     )
 
 
-def _hopper_unsupported(request: Request) -> str | None:
-    config = request.config
-    if config.qk == "nvfp4":
-        return "has 8-bit products only, no NVFP4"
+def _mma_kernel(static: Static, prepared: Prepared, dtype: DTypeLike) -> Result:
+    from .pallas_kernels import mma
+
+    assert isinstance(prepared, Prepared8)
+    return mma.attention(
+        prepared,
+        softmax=static.config.softmax,
+        out_dtype=dtype,
+        return_residual=static.residual,
+    )
+
+
+def _needs_capability(request: Request, *capabilities: tuple[int, int]) -> str | None:
+    """Why a GPU kernel for some compute capabilities cannot run on the device, or `None`."""
     if request.platform != "gpu" or request.compute_capability is None:
         return f"needs an NVIDIA GPU, this is {request.platform}"
-    if request.compute_capability != (9, 0):
-        major, minor = request.compute_capability
-        return f"needs compute capability 9.0, this GPU has {major}.{minor}"
+    if request.compute_capability in capabilities:
+        return None
+    needed = " or ".join(f"{major}.{minor}" for major, minor in capabilities)
+    major, minor = request.compute_capability
+    return f"needs compute capability {needed}, this GPU has {major}.{minor}"
+
+
+def _kernel_arguments(request: Request):
+    """What the kernels' `unsupported` are asked about a call."""
+    config = request.config
+    code_dtype = jnp.int8 if config.qk == "int8" else jnp.float8_e4m3fn
+    return code_dtype, request.query.shape[-1], config.softmax, request.query.dtype
+
+
+def _hopper_unsupported(request: Request) -> str | None:
+    if request.config.qk == "nvfp4":
+        return "has 8-bit products only, no NVFP4"
+    reason = _needs_capability(request, (9, 0))
+    if reason is not None:
+        return reason
     from .pallas_kernels import hopper
 
-    code_dtype = jnp.int8 if config.qk == "int8" else jnp.float8_e4m3fn
-    return hopper.unsupported(
-        code_dtype, request.query.shape[-1], config.softmax, request.query.dtype
-    )
+    return hopper.unsupported(*_kernel_arguments(request))
+
+
+def _mma_unsupported(request: Request) -> str | None:
+    if request.config.qk == "nvfp4":
+        return "has 8-bit products only, no NVFP4"
+    reason = _needs_capability(request, (8, 9), (9, 0), (12, 0))
+    if reason is not None:
+        return reason
+    from .pallas_kernels import mma
+
+    return mma.unsupported(*_kernel_arguments(request))
 
 
 def _cudnn_kernel(static: Static, inputs: Inputs) -> Result:
@@ -173,6 +208,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "hopper": Implementation(
         _hopper_unsupported, on_prepared=_hopper_kernel, fused_preprocessing=True
     ),
+    "mma": Implementation(_mma_unsupported, on_prepared=_mma_kernel),
     "cudnn": Implementation(_cudnn_unsupported, on_inputs=_cudnn_kernel),
     "xla": Implementation(
         lambda request: None, on_prepared=_reference_kernel, on_inputs=_plain_kernel

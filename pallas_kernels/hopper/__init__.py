@@ -2,9 +2,8 @@
 
 * `launch`: grid, shared memory and barriers of a call; what fits on the card.
 * `_schedule`: what each warpgroup does when: copies, waits, steps.
-* `_registers`: the arithmetic of a step in registers, as PTX (`_ptx`).
-* `_interpreted`: the same arithmetic in plain JAX, for Pallas's interpreter.
-* `_checks`: what is checked before anything is compiled.
+* `_products`: the products of a step; the rest of its arithmetic is `pallas_kernels._registers`.
+* `_interpreted`: the same in plain JAX, for Pallas's interpreter.
 """
 
 from typing import Any
@@ -12,18 +11,19 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ..layout import Prepared8
-from ._checks import check_arrays, check_kinds, check_options, with_known_count
-from ._registers import ROWS
-from ._schedule import Config
-from .launch import (
+from .._checks import (
     HEAD_DIMS,
     OUTPUT_DTYPES,
     SOFTMAX,
-    launch_kernel,
-    shared_memory_bytes,
-    unsupported,
+    check_arrays,
+    check_kinds,
+    check_options,
+    with_known_count,
 )
+from .._registers import ROWS
+from ..layout import Prepared8
+from ._schedule import Config
+from .launch import launch_kernel, shared_memory_bytes, unsupported
 
 __all__ = [
     "HEAD_DIMS",

@@ -1,126 +1,21 @@
-"""The register-level operations of the Hopper kernel in plain JAX, for Pallas's interpreter.
-
-The interpreter runs the schedule (copies, barriers, slots, clusters) and looks for races in it; it
-has no registers, no products with a left operand in registers, and sums E4M3 products exactly.
-Same operations and arguments as `Registers`; rows are arrays of 64, pending sums one array
-[64, 8] with a column for each block of a group.
-"""
+"""The products of the Hopper kernel in plain JAX, for Pallas's interpreter."""
 
 import dataclasses
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
-import jax.numpy as jnp
-from jax import lax
 
-from ..layout import BLOCK, COUNT_ROWS, E4M3, PROBABILITY_SCALE, STEP, TOP
-from ._registers import GROWTH, ROWS
-
-
-def _read(ref) -> jax.Array:
-    """What a tensor core product would read of a shared-memory operand, as float32.
-
-    The product reads through the asynchronous proxy, as copies write; a load does not, so it has
-    to be fenced before the slot is given back.
-    """
-    values = ref[...].astype(jnp.float32)
-    plgpu.commit_smem()
-    return values
-
-
-def _octaves(codes: jax.Array) -> jax.Array:
-    return jnp.exp2(codes / 8.0)
-
-
-def _half(values: jax.Array) -> jax.Array:
-    return lax.reduce_precision(values, 5, 10)
+from .._interpreted import InterpretedRegisters, read_operand
 
 
 @dataclasses.dataclass(frozen=True)
-class InterpretedRegisters:
-    """Stand-in for `Registers`, with its attributes."""
-
-    integer: bool
-    softmax: str
-    means: bool
-    size: int
-
-    def full(self, shape, value, dtype=jnp.float32, layout=None) -> jax.Array:
-        del layout
-        return jnp.full(shape, value, dtype)
-
-    def rows(self, value: float) -> jax.Array:
-        return jnp.full((ROWS,), value, jnp.float32)
-
-    def load_rows(self, ref) -> jax.Array:
-        return ref[...]
-
-    def load_columns(self, ref) -> jax.Array:
-        return ref[...]
-
-    def over_rows(self, rows: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(rows[:, None], (ROWS, self.size))
-
-    def over_columns(self, columns: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(columns[None], (ROWS, self.size))
+class InterpretedHopper(InterpretedRegisters):
+    """Stand-in for `HopperRegisters`."""
 
     def scores(self, query_ref, key_ref) -> jax.Array:
-        query, key = _read(query_ref), _read(key_ref)
-        scores = jnp.matmul(query, key.T, precision=lax.Precision.HIGHEST)
-        return scores if self.integer else _half(scores)
+        return self.products_of(read_operand(query_ref), read_operand(key_ref))
 
     def weighted_values(self, codes, value_ref) -> jax.Array:
-        codes, value = codes.astype(jnp.float32), _read(value_ref)
-        return jnp.matmul(codes, value.T, precision=lax.Precision.HIGHEST)
-
-    def codes(self, scores, first_multiplier, second_multiplier, largest_before):
-        multiplier = jnp.stack([first_multiplier, second_multiplier], 1)
-        multiplier = jnp.repeat(multiplier, BLOCK, 1)
-        scaled = multiplier * scores
-        largest = jnp.max(scaled, 1)
-        if self.softmax != "expcast":
-            largest = jnp.maximum(largest, largest_before)
-        if self.softmax == "exp":
-            probability = PROBABILITY_SCALE * _octaves(scaled - largest[:, None])
-            codes = jnp.minimum(probability, 448.0).astype(E4M3)
-            return _stored_order(codes), largest, largest
-        bias, anchor = TOP - largest, largest
-        if not self.integer:
-            multiplier = multiplier.astype(jnp.float16).astype(jnp.float32)
-            bias = _half(bias - jnp.abs(bias) * 2.0**-11)
-            anchor = TOP - bias
-        value = _half(multiplier * scores + bias[:, None])
-        codes = jnp.clip(jnp.round(value), 0, 127).astype(jnp.uint8)
-        return _stored_order(lax.bitcast_convert_type(codes, E4M3)), anchor, largest
-
-    def weigh(self, out, anchor, reference, *sums):
-        new = jnp.where(anchor > reference + GROWTH, anchor, reference)
-        factor = _octaves(reference - new)
-        scaled = [x * (factor[:, None] if x.ndim == 2 else factor) for x in sums]
-        return out * factor[:, None], new, _octaves(anchor - new), *scaled
-
-    def promote(self, products, out, weight, total, pending, step):
-        counts = products[:, self.size : self.size + 2]
-        total = total + jnp.sum(counts, 1) * weight
-        if pending:
-            column = jnp.arange(8) // 2 == step % 4
-            weighted = jnp.tile(counts * weight[:, None], (1, 4))
-            pending = (jnp.where(column, weighted, pending[0]),)
-        return out + weight[:, None] * products[:, : self.size], total, pending
-
-    def no_pending(self):
-        return (jnp.zeros((ROWS, 8), jnp.float32),) if self.means else ()
+        return self.values_of(codes, read_operand(value_ref))
 
     def add_means(self, out, pending, means_ref) -> jax.Array:
-        means = _read(means_ref)[:8]
-        return out + jnp.matmul(pending[0], means, precision=lax.Precision.HIGHEST)
-
-
-def _stored_order(codes: jax.Array) -> jax.Array:
-    """Codes in the order in which the groups of 16 value tokens are stored."""
-    # A fragment of scores holds columns 8q + 2t, 8q + 2t + 1; one of 8-bit operands 4 in a row.
-    groups = codes.reshape(ROWS, STEP // 16, 2, 4, 2)
-    return groups.transpose(0, 1, 3, 2, 4).reshape(ROWS, STEP)
-
-
-assert COUNT_ROWS == 8
+        return out + self.means_of(pending, read_operand(means_ref)[:8])

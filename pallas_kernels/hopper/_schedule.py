@@ -10,7 +10,6 @@ core. Means of eight blocks come back in one bfloat16 product every four steps.
 
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -19,17 +18,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from ..layout import COUNT_ROWS, PROBABILITY_SCALE, STEP
-from ._interpreted import InterpretedRegisters
-from ._registers import ROWS, Registers
+from .._registers import GROUP, ROWS, UNSEEN, log_sums, normalised
+from ..layout import COUNT_ROWS, STEP
+from ._interpreted import InterpretedHopper
+from ._products import HopperRegisters
 
-_GROUP = 4
-"""Steps after which the pending means are added."""
 MEAN_SLOTS = 2
 """Groups of eight block means that are held or on their way."""
-_NATS_PER_CODE = math.log(2.0) / 8.0
-_UNSEEN = -1e30
-"""Reference of a row before its first step: any anchor outgrows it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,7 +77,7 @@ class Config:
             )
 
 
-Operations = Registers | InterpretedRegisters
+Operations = HopperRegisters | InterpretedHopper
 
 
 class Position(NamedTuple):
@@ -219,8 +214,8 @@ def _compute(
     def steps(number, carry):
         """Up to four steps, then their means. (Nested loops also keep `out` where it is.)"""
         out, total, reference, largest = carry
-        first = number * _GROUP
-        last = jnp.minimum(first + _GROUP, position_steps)
+        first = number * GROUP
+        last = jnp.minimum(first + GROUP, position_steps)
         carry = (out, total, reference, largest, registers.no_pending())
         out, total, reference, largest, pending = lax.fori_loop(first, last, step, carry)
         if registers.means:
@@ -232,23 +227,16 @@ def _compute(
 
     position_steps = shape.steps(refs, batch)
     rows = registers.rows
-    start = (registers.full((ROWS, shape.size), 0.0), rows(0.0), rows(_UNSEEN), rows(_UNSEEN))
-    groups = lax.div(position_steps + _index(_GROUP - 1), _index(_GROUP))
+    start = (registers.full((ROWS, shape.size), 0.0), rows(0.0), rows(UNSEEN), rows(UNSEEN))
+    groups = lax.div(position_steps + _index(GROUP - 1), _index(GROUP))
     out, total, reference, _ = lax.fori_loop(0, groups, steps, start)
 
-    empty = total == 0.0
-    inverse = 1.0 / jnp.where(empty, rows(1.0), total)
-    value_scale = registers.load_columns(smem.value_scale.at[group])
-    out = out * registers.over_rows(inverse) * registers.over_columns(value_scale)
-    if refs.value_mean is not None:
-        some = registers.over_rows(jnp.where(empty, rows(0.0), rows(1.0)))
-        out = out + some * registers.over_columns(registers.load_columns(smem.value_mean.at[group]))
-    most = registers.full((ROWS, shape.size), float(jnp.finfo(refs.out.dtype).max))
-    out = jnp.minimum(jnp.maximum(out, -most), most)
+    value_mean = None if smem.value_mean is None else smem.value_mean.at[group]
+    value_scale = smem.value_scale.at[group]
+    out = normalised(registers, out, total, value_scale, value_mean, refs.out.dtype)
     _store(shape, refs, smem, out, position)
     if refs.lse is not None:
-        log = jnp.log(total * (1.0 / PROBABILITY_SCALE)) + reference * _NATS_PER_CODE
-        smem.lse.at[group][...] = jnp.where(empty, rows(-jnp.inf), log)
+        smem.lse.at[group][...] = log_sums(registers, total, reference)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(smem.lse.at[group], refs.lse.at[query])
     plgpu.wait_smem_to_gmem(0)
@@ -321,14 +309,14 @@ def _copy(
                 collective_axes=shared,
             )
         if registers.means:
-            pl.when(lax.rem(index, _index(_GROUP)) == 0)(
-                functools.partial(copy_means, lax.div(index, _index(_GROUP)))
+            pl.when(lax.rem(index, _index(GROUP)) == 0)(
+                functools.partial(copy_means, lax.div(index, _index(GROUP)))
             )
 
     drain(free.key, count, config.key_slots)
     drain(free.value, count, config.value_slots)
     if registers.means:
-        drain(free.means, lax.div(count + _index(_GROUP - 1), _index(_GROUP)), MEAN_SLOTS)
+        drain(free.means, lax.div(count + _index(GROUP - 1), _index(GROUP)), MEAN_SLOTS)
 
 
 def attention_body(shape: Shape, registers: Operations, refs: Refs, scratch: Scratch) -> None:

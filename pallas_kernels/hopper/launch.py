@@ -8,16 +8,15 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+from .. import _checks
+from .._registers import ROWS
 from ..layout import COUNT_ROWS, E4M3, STEP, Prepared8
-from ._interpreted import InterpretedRegisters
-from ._registers import ROWS, Registers
+from ._interpreted import InterpretedHopper
+from ._products import HopperRegisters
 from ._schedule import MEAN_SLOTS, Config, Memory, Refs, Rings, Scratch, Shape, attention_body
 
 SHARED_MEMORY = 232448
 """Bytes of shared memory that a block of threads can have."""
-HEAD_DIMS = (64, 128)
-SOFTMAX = ("expcast", "expcast_running", "exp")
-OUTPUT_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _TILE_ROWS = 8
 """Rows of a shared-memory tile: lengths of queries are padded to a multiple of it."""
 
@@ -111,19 +110,12 @@ def unsupported(
     code_dtype, head_dim: int, softmax: str, out_dtype, config: Config | None = None
 ) -> str | None:
     """Why the kernel cannot take a call, or `None`. Does not look at the device."""
-    if jnp.dtype(code_dtype) not in (jnp.dtype(jnp.int8), jnp.dtype(E4M3)):
-        return f"needs int8 or float8_e4m3fn codes, got {jnp.dtype(code_dtype)}"
-    if head_dim not in HEAD_DIMS:
-        return f"needs a head dim of 64 or 128, got {head_dim}"
-    if softmax not in SOFTMAX:
-        return f"needs softmax to be one of {SOFTMAX}, got {softmax!r}"
-    if jnp.dtype(out_dtype) not in [jnp.dtype(x) for x in OUTPUT_DTYPES]:
-        return f"needs a float32, bfloat16 or float16 output, got {jnp.dtype(out_dtype)}"
-    if config is not None:
+    reason = _checks.unsupported(code_dtype, head_dim, softmax, out_dtype)
+    if reason is None and config is not None:
         needed = shared_memory_bytes(config, head_dim, code_dtype, out_dtype, lse=True)
         if needed > SHARED_MEMORY:
             return f"{config} needs {needed} bytes of shared memory, {SHARED_MEMORY} are there"
-    return None
+    return reason
 
 
 def _pad(array: jax.Array, axis: int, multiple: int) -> jax.Array:
@@ -168,7 +160,7 @@ def launch_kernel(
         _output_columns(size, out_dtype),
         not interpret,
     )
-    operations = (InterpretedRegisters if interpret else Registers)(
+    operations = (InterpretedHopper if interpret else HopperRegisters)(
         query_codes.dtype == jnp.int8, softmax, means, size
     )
 

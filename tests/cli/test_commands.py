@@ -37,7 +37,7 @@ def test_info_names_every_implementation_of_every_preset(capsys):
     text = capsys.readouterr().out
     for preset in vc_jax.PRESETS:
         assert f"{preset:<7} runs on" in text
-    for name in ("hopper", "cudnn"):
+    for name in ("hopper", "mma", "cudnn"):
         assert text.count(f"not {name}: ") + text.count(f"runs on {name}") == len(vc_jax.PRESETS)
 
 

@@ -137,7 +137,7 @@ def test_unknown_keywords_are_refused():
         call(dropout=0.1)
 
 
-@pytest.mark.parametrize("name", ["hopper", "cudnn"])
+@pytest.mark.parametrize("name", ["hopper", "mma", "cudnn"])
 def test_a_named_implementation_raises_its_reason_where_it_cannot_run(name):
     if jax.default_backend() != "cpu":
         pytest.skip("this machine may support it")
@@ -158,7 +158,7 @@ def test_all_reasons_come_out_together_if_nothing_is_left(monkeypatch):
         _implementations.IMPLEMENTATIONS["xla"], unsupported=lambda request: "is on holiday"
     )
     monkeypatch.setitem(_implementations.IMPLEMENTATIONS, "xla", xla)
-    with pytest.raises(NotImplementedError, match=r"hopper.*cudnn.*xla: is on holiday"):
+    with pytest.raises(NotImplementedError, match=r"hopper.*mma.*cudnn.*xla: is on holiday"):
         call()
     assert explain().implementation is None
 
@@ -179,6 +179,29 @@ def test_the_fastest_implementation_that_supports_the_call_is_taken(monkeypatch)
     found = vc_jax.explain(QUERY, KEY, VALUE)
     assert found.implementation == "hopper"
     assert "hopper" in found.reasons["xla"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "preset", "chosen"),
+    [
+        ((9, 0), "int8", "hopper"),
+        ((8, 9), "int8", "mma"),
+        ((12, 0), "fp8", "mma"),
+        ((12, 0), "nvfp4", "xla"),
+        ((8, 0), "int8", "xla"),
+    ],
+)
+def test_the_compute_capability_chooses_the_kernel(monkeypatch, capability, preset, chosen):
+    device = ("gpu", capability, "a card")
+    monkeypatch.setattr(_dispatch, "default_device", lambda: device)
+    shape = jax.ShapeDtypeStruct((1, 512, 2, 128), jnp.bfloat16)
+    found = vc_jax.explain(shape, shape, shape, config=preset)
+    assert found.implementation == chosen
+    if chosen == "hopper":
+        assert found.reasons["mma"] == "slower than hopper"
+    if capability == (8, 0):
+        needed = "needs compute capability 8.9 or 9.0 or 12.0, this GPU has 8.0"
+        assert found.reasons["mma"] == needed
 
 
 @pytest.mark.parametrize("name", PRESETS)

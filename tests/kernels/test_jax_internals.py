@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 
+from vc_jax.pallas_kernels import _ptx as ptx
 from vc_jax.pallas_kernels import hopper
-from vc_jax.pallas_kernels.hopper import _ptx as ptx
 from vc_jax.pallas_kernels.layout import E4M3, Prepared8
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "jax_internals.md"

@@ -1,4 +1,4 @@
-"""What the Hopper kernel checks about its arguments before anything is compiled."""
+"""What the attention kernels check about their arguments before anything is compiled."""
 
 import dataclasses
 from typing import Any
@@ -8,7 +8,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ..layout import BLOCK, COUNT_ROWS, E4M3, STEP, Prepared8
+from .layout import BLOCK, COUNT_ROWS, E4M3, STEP, Prepared8
+
+HEAD_DIMS = (64, 128)
+SOFTMAX = ("expcast", "expcast_running", "exp")
+OUTPUT_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+def unsupported(code_dtype, head_dim: int, softmax: str, out_dtype) -> str | None:
+    """Why no kernel can take a call, or `None`. Does not look at the device."""
+    if jnp.dtype(code_dtype) not in (jnp.dtype(jnp.int8), jnp.dtype(E4M3)):
+        return f"needs int8 or float8_e4m3fn codes, got {jnp.dtype(code_dtype)}"
+    if head_dim not in HEAD_DIMS:
+        return f"needs a head dim of 64 or 128, got {head_dim}"
+    if softmax not in SOFTMAX:
+        return f"needs softmax to be one of {SOFTMAX}, got {softmax!r}"
+    if jnp.dtype(out_dtype) not in [jnp.dtype(x) for x in OUTPUT_DTYPES]:
+        return f"needs a float32, bfloat16 or float16 output, got {jnp.dtype(out_dtype)}"
+    return None
 
 
 def check_options(out_dtype, interpret: Any) -> None:

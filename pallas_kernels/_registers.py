@@ -1,17 +1,18 @@
-"""What a warpgroup of the Hopper kernel does in registers, as PTX.
+"""What a warpgroup does in registers in every attention kernel, as PTX: softmax, promotion, means.
 
-A thread holds two rows of a 64-row tile (`half` 0 and 1); four neighbouring threads, a quad, share
-a row. Scores come as float16 pairs (E4M3 products) or as integers whose accumulators start at
-`INT8_START`, so that their bits, read as float32, are `MAGIC + score` exactly.
+The products are a generation's own (`hopper`, `mma`); their fragments are the same. A thread holds
+two rows of a 64-row tile (`half` 0 and 1); four neighbouring threads, a quad, share a row. Scores
+come as float16 pairs (E4M3 products) or as integers whose accumulators start at `INT8_START`, so
+that their bits, read as float32, are `MAGIC + score` exactly.
 
 `InterpretedRegisters` in `_interpreted.py` does the same in plain JAX, for the interpreter.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
-import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
@@ -20,28 +21,33 @@ from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf, vector
 
-from ..layout import COUNT_ROWS, E4M3, PROBABILITY_SCALE, STEP, TOP
 from . import _ptx as ptx
+from .layout import E4M3, PROBABILITY_SCALE, STEP, TOP
 
 ROWS = 64
 MAGIC = 12582912.0
 INT8_START = 0x4B400000
 GROWTH = 480.0
 """Codes by which a row's maximum may outgrow its reference before the sums are rescaled."""
+GROUP = 4
+"""Steps after which the pending means are added."""
+UNSEEN = -1e30
+"""Reference of a row before its first step: any anchor outgrows it."""
+_NATS_PER_CODE = math.log(2.0) / 8.0
 WGMMA = plgpu.Layout.WGMMA
 BY_ROW, BY_COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)
-_inline: Any = plgpu.inline_mgpu
+inline: Any = plgpu.inline_mgpu
 
 
-def _array(shape, dtype, layout) -> plgpu.ShapeDtypeStruct:
+def typed(shape, dtype, layout) -> plgpu.ShapeDtypeStruct:
     return plgpu.ShapeDtypeStruct(shape, dtype, layout=layout)
 
 
-def _by_row() -> plgpu.ShapeDtypeStruct:
-    return _array((ROWS,), jnp.float32, BY_ROW)
+def by_row() -> plgpu.ShapeDtypeStruct:
+    return typed((ROWS,), jnp.float32, BY_ROW)
 
 
-def _fragments(registers: np.ndarray, layout=fa.WGMMA_LAYOUT) -> fa.FragmentedArray:
+def fragments(registers: np.ndarray, layout=fa.WGMMA_LAYOUT) -> fa.FragmentedArray:
     return fa.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
 
@@ -141,7 +147,7 @@ def _exp_bytes(scores, group: int, largest):
 
 @dataclasses.dataclass(frozen=True)
 class Registers:
-    """Operations on a tile of 64 query rows.
+    """Operations on a tile of 64 query rows; a generation adds its products.
 
     Attributes:
       integer: whether scores are INT8 products.
@@ -174,32 +180,17 @@ class Registers:
     def over_columns(self, columns: jax.Array) -> jax.Array:
         return lax.broadcast_in_dim(columns, (ROWS, self.size), [1])
 
-    def scores(self, query_ref, key_ref) -> Any:
-        """Products of 64 queries and 256 keys."""
-        dtype, start = (jnp.int32, INT8_START) if self.integer else (jnp.float16, 0)
-        accumulator = plgpu.ACC.init(self.full((ROWS, STEP), start, dtype))
-        return pl.run_state(lambda acc: plgpu.wgmma(acc, query_ref, key_ref.transpose((1, 0))))(
-            accumulator
-        )
-
-    def weighted_values(self, codes: jax.Array, value_ref) -> Any:
-        """Products of 64 rows of codes and 256 values, row sums in the last columns."""
-        columns = self.size + COUNT_ROWS
-        return pl.run_state(lambda acc: plgpu.wgmma(acc, codes, value_ref.transpose((1, 0))))(
-            plgpu.ACC.init(self.full((ROWS, columns), 0))
-        )
-
     def codes(self, scores, first_multiplier, second_multiplier, largest_before):
         """Probability codes, the score that maps to `TOP`, and the largest so far (in codes)."""
         kind = _IntegerScores if self.integer else _HalfScores
         running = self.softmax != "expcast"
 
-        @_inline(
+        @inline(
             arg_types=(WGMMA, BY_ROW, BY_ROW, BY_ROW),
             return_type=(
-                _array((ROWS, STEP), E4M3, plgpu.Layout.WGMMA_8BIT),
-                _by_row(),
-                _by_row(),
+                typed((ROWS, STEP), E4M3, plgpu.Layout.WGMMA_8BIT),
+                by_row(),
+                by_row(),
             ),
         )
         def compute(ctx, scores, first, second, before):
@@ -221,7 +212,7 @@ class Registers:
                     out[ptx.fragment_index(group, half)] = vector.bitcast(
                         packed, vector.broadcast(ir.VectorType.get((1,), ptx.i32()), word)
                     )
-            codes = _fragments(out, fa.WGMMA_LAYOUT_8BIT)
+            codes = fragments(out, fa.WGMMA_LAYOUT_8BIT)
             return codes, ptx.row_array(anchors), ptx.row_array(maxima)
 
         return compute(scores, first_multiplier, second_multiplier, largest_before)
@@ -236,11 +227,11 @@ class Registers:
           `(out, reference, weight, *sums)`.
         """
 
-        @_inline(
+        @inline(
             arg_types=(WGMMA, BY_ROW, BY_ROW, *(BY_ROW for _ in sums)),
             return_type=(
-                _array((ROWS, self.size), jnp.float32, WGMMA),
-                *(_by_row() for _ in range(2 + len(sums))),
+                typed((ROWS, self.size), jnp.float32, WGMMA),
+                *(by_row() for _ in range(2 + len(sums))),
             ),
         )
         def compute(ctx, out, anchor, reference, *sums):
@@ -278,7 +269,7 @@ class Registers:
             row_sums = results[len(places) :]
             weights = [_weight(ptx.row_value(anchor, half), new[half]) for half in range(2)]
             return (
-                _fragments(registers),
+                fragments(registers),
                 ptx.row_array(new),
                 ptx.row_array(weights),
                 *(ptx.row_array(row_sums[2 * i : 2 * i + 2]) for i in range(len(sums))),
@@ -297,11 +288,11 @@ class Registers:
         """
         index_layout = plgpu.Layout.WG_SPLAT((ROWS,))
 
-        @_inline(
+        @inline(
             arg_types=(WGMMA, WGMMA, BY_ROW, BY_ROW, index_layout, *(BY_ROW for _ in pending)),
             return_type=(
-                _array((ROWS, self.size), jnp.float32, WGMMA),
-                *(_by_row() for _ in range(1 + len(pending))),
+                typed((ROWS, self.size), jnp.float32, WGMMA),
+                *(by_row() for _ in range(1 + len(pending))),
             ),
         )
         def compute(ctx, products, out, weight, total, step, *pending):
@@ -331,7 +322,7 @@ class Registers:
                     ]
                     registers[place] = vector.from_elements(pair, added)
             return (
-                _fragments(registers),
+                fragments(registers),
                 ptx.row_array(totals),
                 *(ptx.row_array(x) for x in kept),
             )
@@ -343,15 +334,15 @@ class Registers:
     def no_pending(self):
         return (self.rows(0.0), self.rows(0.0)) if self.means else ()
 
-    def add_means(self, out, pending, means_ref) -> Any:
-        """Add the means of eight blocks, weighted, in one product.
+    def mean_weights(self, pending) -> jax.Array:
+        """Pending row sums as bfloat16 [64, 16], to be multiplied by the means of eight blocks.
 
         The thread of a quad with number t holds the weights of blocks 2t and 2t + 1, which is where
         the left operand has columns 2t and 2t + 1; what bfloat16 cuts off a weight goes into
-        columns 8 + 2t and 9 + 2t, so `means_ref` holds the eight means twice.
+        columns 8 + 2t and 9 + 2t, so the right operand has the eight means twice.
         """
 
-        @_inline(arg_types=(BY_ROW, BY_ROW), return_type=_array((ROWS, 16), jnp.bfloat16, WGMMA))
+        @inline(arg_types=(BY_ROW, BY_ROW), return_type=typed((ROWS, 16), jnp.bfloat16, WGMMA))
         def fragment(ctx, first, second):
             del ctx
             registers = np.empty(fa.WGMMA_LAYOUT.registers_shape((ROWS, 16)), dtype=object)
@@ -367,12 +358,36 @@ class Registers:
                     registers[ptx.fragment_index(group, half)] = vector.bitcast(
                         pair, vector.broadcast(one, word)
                     )
-            return _fragments(registers)
+            return fragments(registers)
 
-        weights = fragment(*pending)
-        return pl.run_state(lambda acc: plgpu.wgmma(acc, weights, means_ref))(plgpu.ACC.init(out))
+        return fragment(*pending)
 
 
 def _weight(code, reference):
     """2^((code - reference) / 8)."""
     return ptx.exp2(ptx.multiply(arith.subf(code, reference), ptx.constant(0.125)))
+
+
+def normalised(registers: Any, out, total, value_scale_ref, value_mean_ref, dtype) -> jax.Array:
+    """The output of a tile: sums over row sums, in the values' scale; zeros where no key was.
+
+    Args:
+      registers: `Registers` or its stand-in, which also made the sums.
+      value_mean_ref: what is added to rows that saw a key; `None` with block means.
+      dtype: of the output, to whose range it is clamped: codes may overshoot the values.
+    """
+    empty = total == 0.0
+    inverse = 1.0 / jnp.where(empty, registers.rows(1.0), total)
+    value_scale = registers.load_columns(value_scale_ref)
+    out = out * registers.over_rows(inverse) * registers.over_columns(value_scale)
+    if value_mean_ref is not None:
+        some = registers.over_rows(jnp.where(empty, registers.rows(0.0), registers.rows(1.0)))
+        out = out + some * registers.over_columns(registers.load_columns(value_mean_ref))
+    most = registers.full((ROWS, registers.size), float(jnp.finfo(dtype).max))
+    return jnp.minimum(jnp.maximum(out, -most), most)
+
+
+def log_sums(registers: Any, total, reference) -> jax.Array:
+    """The natural logarithm of a tile's sums of exponentials; -inf where no key was."""
+    log = jnp.log(total * (1.0 / PROBABILITY_SCALE)) + reference * _NATS_PER_CODE
+    return jnp.where(total == 0.0, registers.rows(-jnp.inf), log)
