@@ -32,8 +32,8 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
+from . import _ptx as ptx
 from ._numbers import MAGIC
-from .hopper import _ptx as ptx
 from .layout import BLOCK, COUNT_ROWS
 
 _inline: Any = plgpu.inline_mgpu

@@ -338,7 +338,8 @@ def values_statistics(
 ) -> ValueStatistics:
     """The part of `statistics` that is of the values."""
     wanted: dict[str, Any] = {"of_queries": (), "of_keys": (), "smooth": smooth}
-    found = statistics(*(value,) * 3, count, order, valid, **wanted, interpret=interpret).value
+    tokens = (value, value, value)
+    found = statistics(*tokens, count, order, valid, **wanted, interpret=interpret).value
     assert found is not None
     return found
 

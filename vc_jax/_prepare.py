@@ -325,12 +325,12 @@ def _prepared4(query: Array, key: Array, residuals: _Residuals, count: Array) ->
     """NVFP4 of balanced, rotated queries and keys and of residuals."""
     batch, heads, stored, size = key.shape
     by_block = quantize_nvfp4(key.reshape(batch, heads, stored // BLOCK, BLOCK, size), (-1, -2))
-    flat = (x.reshape(batch, heads, stored, -1) for x in (by_block.codes, by_block.scales))
+    codes, scales = (x.reshape(batch, heads, stored, -1) for x in (by_block.codes, by_block.scales))
     # In half units, in which what is left of finite values is finite.
     value = quantize_nvfp4(jnp.swapaxes(residuals.in_units(2.0), 2, 3), -1)
     return Prepared4(
         quantize_nvfp4(query, -1),
-        Nvfp4(*flat, by_block.global_scale),
+        Nvfp4(codes, scales, by_block.global_scale),
         value._replace(global_scale=2.0 * value.global_scale),
         None if residuals.means is None else residuals.means.astype(jnp.bfloat16),
         residuals.mean,

@@ -144,11 +144,12 @@ def _kmeans_head(
     rows = spread_rows(values, valid, clusters)
     start = rows if centroids is None else centroids.astype(jnp.float32) - centre
     start = filled((), 0, values, valid) + start
-    centroids = lax.fori_loop(0, steps, lambda _, c: _lloyd_step(sample, sampled, c, rows), start)
-    chunks = _chunks(values, length)
-    labels = lax.map(lambda chunk: nearest_centroid(chunk, centroids), chunks)
+    found: Array = lax.fori_loop(
+        0, steps, lambda _, c: _lloyd_step(sample, sampled, c, rows), start
+    )
+    labels = lax.map(lambda chunk: nearest_centroid(chunk, found), _chunks(values, length))
     labels = labels.reshape(-1)[: values.shape[0]]
-    return Clusters(jnp.where(valid, labels, centroids.shape[0]), centroids + centre)
+    return Clusters(jnp.where(valid, labels, clusters), found + centre)
 
 
 @own_promotion

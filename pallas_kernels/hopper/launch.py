@@ -151,7 +151,7 @@ def launch_kernel(
     means = prepared.block_means is not None
     if prepared.block_means is not None:
         inputs.append(_pad(prepared.block_means, 2, _TILE_ROWS))
-    else:
+    if prepared.value_mean is not None:
         inputs.append(prepared.value_mean)
     shape = Shape(
         config,

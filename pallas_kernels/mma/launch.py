@@ -57,7 +57,7 @@ def launch_kernel(
         grouped = _padded(prepared.block_means, 2, _MEANS)
         grouped = grouped.reshape(*grouped.shape[:2], -1, _MEANS, size)
         inputs.append(jnp.swapaxes(grouped, 3, 4))
-    else:
+    if prepared.value_mean is not None:
         inputs.append(prepared.value_mean)
     operations = (InterpretedMma if interpret else MmaRegisters)(
         query_codes.dtype == jnp.int8, softmax, means, size

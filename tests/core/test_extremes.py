@@ -19,9 +19,10 @@ ROWS, LENGTH, HEADS, SIZE = 64, 600, 2, 32
 def tensors() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Normal queries, keys and values."""
     random = np.random.default_rng(0)
-    return tuple(
+    query, key, value = (
         random.normal(size=(1, n, HEADS, SIZE)).astype(np.float32) for n in (ROWS, LENGTH, LENGTH)
     )
+    return query, key, value
 
 
 def config_of(name: str, smooth: bool) -> vc_jax.AttentionConfig:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from vc_jax import _expcast
-from vc_jax.pallas_kernels.hopper import _ptx, _registers
-from vc_jax.pallas_kernels.hopper._interpreted import InterpretedRegisters
+from vc_jax.pallas_kernels import _ptx, _registers
+from vc_jax.pallas_kernels._interpreted import InterpretedRegisters
 from vc_jax.pallas_kernels.layout import BLOCK, STEP
 
 from . import ptx_model
