@@ -20,14 +20,14 @@ from ._quantize import E4M3, largest_magnitude
 from .pallas_kernels.layout import Prepared8
 
 
-def preparation_unsupported(*tokens: Array) -> str | None:
+def preparation_unsupported(*tokens: Array | jax.ShapeDtypeStruct) -> str | None:
     """Why fused kernels cannot prepare these queries, keys and values, or `None`."""
     from .pallas_kernels import preparation  # Pallas takes a while to import.
 
     return preparation.unsupported(tokens[0].shape[-1], *tokens)
 
 
-def clustering_unsupported(key: Array, clusters: int) -> str | None:
+def clustering_unsupported(key: Array | jax.ShapeDtypeStruct, clusters: int) -> str | None:
     """Why fused kernels cannot cluster values with the shape of these keys, or `None`."""
     from .pallas_kernels import clustering
 

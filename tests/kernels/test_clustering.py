@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import types
 from typing import NamedTuple
 
 import jax
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from vc_jax import _fused, _preprocessing, _vsmooth
+from vc_jax import _arguments, _fused, _preprocessing, _vsmooth
 from vc_jax.pallas_kernels import clustering
 
 from .preparation_cases import FAST_COMPILE
@@ -191,14 +190,15 @@ def test_the_largest_codes_and_number_of_clusters_do_not_overflow():
 
 
 def test_xla_clusters_where_the_kernels_have_no_room():
+    every = _arguments.Validity(None, None, None, prefix=True)
     tokens = jax.ShapeDtypeStruct((1, 9, 1, 128), jnp.bfloat16)
-    inputs = types.SimpleNamespace(query=tokens, key=tokens, value=tokens)
+    inputs = _arguments.Inputs(tokens, tokens, tokens, None, every)
     most = clustering.MAX_CLUSTERS
     assert _preprocessing.fuses("hopper", inputs, most)
     assert not _preprocessing.fuses("hopper", inputs, most + 1)
     assert not _preprocessing.fuses("xla", inputs, most)
     many = jax.ShapeDtypeStruct((4, 1_200_000, 40, 128), jnp.bfloat16)
-    inputs = types.SimpleNamespace(query=many, key=many, value=many)
+    inputs = _arguments.Inputs(many, many, many, None, every)
     assert _preprocessing.fuses("hopper", inputs, 1000)
     assert not _preprocessing.fuses("hopper", inputs, most)
 
