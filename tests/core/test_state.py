@@ -30,6 +30,31 @@ from .steps import (
 )
 from .test_prepare import prepare
 
+STRIDE = vc_jax.default_lloyd_stride(LENGTH, 3)
+
+
+def clear_of_edges(first, valid=FULL):
+    """Whether no token of the clusterings at drifts `first`, + 4 and + 8 lies between two clusters.
+
+    Rounding takes none across then, and programs that round differently agree on every label.
+    """
+    edge = np.inf
+    for row, length in enumerate(valid):
+        centroids = None
+        for drift, steps in (
+            (0, CONFIG.lloyd_steps),
+            *((d, CONFIG.warm_lloyd_steps) for d in (4, 8)),
+        ):
+            values = np.asarray(inputs(drift=first + drift)[2])[row, :length, 0]
+            if centroids is None:
+                centroids = values[((np.arange(3) + 0.5) * length / 3).astype(int)]
+            for done in range(steps + 1):
+                _, after = oracles.kmeans(values[::STRIDE], centroids, done)
+                distances = np.sort(((values[:, None] - after) ** 2).sum(-1), axis=1)
+                edge = min(edge, np.min(distances[:, 1] - distances[:, 0]))
+            centroids = after
+    return edge > 1e-3
+
 
 def test_values_are_clustered_at_steps_0_4_and_8_of_40_and_not_after_the_window():
     _, states = trajectory(range(16))
@@ -66,15 +91,17 @@ def test_the_same_holds_in_scans_over_steps_and_layers_with_one_compilation():
         return jax.lax.scan(one_step, state, (jnp.arange(12), values))
 
     drifts = np.arange(12)[:, None] + [0, 50]  # the second layer has other values
+    for drift in drifts[0]:
+        assert clear_of_edges(drift)
     values = jnp.stack([jnp.stack([inputs(drift=d)[2] for d in row]) for row in drifts])
     state, (outs, centroids, permutations) = run(fresh(layers=2), values)
     for layer in range(2):
         one = fresh()
         for step in range(12):
             (out, _), one = step_at(inputs(drift=drifts[step, layer]), one, step)
-            assert relative_l2(outs[step, layer], out) < 2e-3
+            assert relative_l2(outs[step, layer], out) < 3e-3
             np.testing.assert_allclose(centroids[step, layer], one.centroids, atol=1e-4)
-            assert np.mean(permutations[step, layer] == one.permutation) > 0.95
+            np.testing.assert_array_equal(permutations[step, layer], one.permutation)
         changed = [
             i for i in range(1, 12) if np.any(centroids[i, layer] != centroids[i - 1, layer])
         ]
@@ -92,9 +119,6 @@ def test_one_compilation_serves_all_steps_and_lengths():
     assert _state._step._cache_size() == before
 
 
-STRIDE = vc_jax.default_lloyd_stride(LENGTH, 3)
-
-
 @jax.jit
 def cluster(value, steps, centroids=None):
     """Centroids and order of k-means over [B, S, K, H] values."""
@@ -107,6 +131,7 @@ def cluster(value, steps, centroids=None):
 
 def test_a_cold_clustering_is_kmeans_and_a_refresh_starts_from_the_last_centroids():
     _, states = trajectory(range(5))
+    assert clear_of_edges(0)
     centroids, order = cluster(inputs(drift=0)[2], CONFIG.lloyd_steps)
     np.testing.assert_allclose(states[0].centroids, centroids, atol=1e-5)
     np.testing.assert_array_equal(states[0].permutation, order)
@@ -118,9 +143,12 @@ def test_a_cold_clustering_is_kmeans_and_a_refresh_starts_from_the_last_centroid
 def test_the_first_step_is_the_call_without_a_state():
     for lengths in (FULL, RAGGED):
         plain = stateless(inputs(), lengths)
-        same_bytes(plain, stateless(inputs(), lengths, state=fresh()))
+        read = stateless(inputs(), lengths, state=fresh())
         stepped, _ = step_at(inputs(), fresh(), 0, lengths)
-        assert relative_l2(stepped[0], plain[0]) < 1e-4
+        other = relative_l2(stateless(inputs(), lengths, config=UNSMOOTHED)[0], plain[0])
+        for same in (read, stepped):
+            assert relative_l2(same[0], plain[0]) < 0.3 * other
+            np.testing.assert_allclose(same[1], plain[1], atol=1e-3)
 
 
 def test_a_call_can_read_a_state_and_uses_its_order():
@@ -130,18 +158,22 @@ def test_a_call_can_read_a_state_and_uses_its_order():
     state = states[0]._replace(permutation=jnp.asarray(order))
     read = stateless(inputs(), state=state)
     stepped, _ = step_at(inputs(), state, 1)
-    same_bytes(read, stepped)
-    assert relative_l2(read[0], stateless(inputs())[0]) > 1e-3
+    other = relative_l2(read[0], stateless(inputs())[0])
+    assert other > 1e-3
+    assert relative_l2(read[0], stepped[0]) < 0.3 * other
 
 
 def test_a_state_of_other_lengths_is_not_read():
     _, states = trajectory([0])
-    same_bytes(stateless(inputs(), RAGGED, state=states[0]), stateless(inputs(), RAGGED))
+    plain = stateless(inputs(), RAGGED)[0]
+    other = relative_l2(stateless(inputs(), RAGGED, config=UNSMOOTHED)[0], plain)
+    assert relative_l2(stateless(inputs(), RAGGED, state=states[0])[0], plain) < 0.3 * other
 
 
 def test_other_lengths_in_the_window_cluster_from_scratch():
     _, states = trajectory([0, 1, 2], lengths=[FULL, RAGGED, RAGGED])
     assert clusterings(states) == [0, 1]
+    assert clear_of_edges(1, RAGGED)
     value = jnp.swapaxes(inputs(drift=1)[2], 1, 2)
     valid = jnp.asarray(oracles.prefix(RAGGED, LENGTH))[:, None]
     cold = vc_jax.kmeans(value, 3, steps=CONFIG.lloyd_steps, stride=STRIDE, valid=valid)
@@ -180,15 +212,16 @@ def test_after_the_window_the_last_order_is_used_without_means():
 def test_a_first_call_after_the_window_runs_in_sequence_order_without_means(lengths):
     (out, lse), state = step_at(inputs(), fresh(), 20, lengths)
     want = stateless(inputs(), lengths, config=UNSMOOTHED)
-    assert relative_l2(out, want[0]) < 1e-4
-    np.testing.assert_allclose(lse, want[1], atol=1e-4)
+    assert relative_l2(out, want[0]) < 0.3 * relative_l2(stateless(inputs(), lengths)[0], want[0])
+    np.testing.assert_allclose(lse, want[1], atol=1e-3)
     assert clusterings([state]) == []
 
 
 def test_other_lengths_after_the_window_run_in_sequence_order():
     _, states = trajectory([0])
     (out, _), state = step_at(inputs(), states[0], 30, RAGGED)
-    assert relative_l2(out, stateless(inputs(), RAGGED, config=UNSMOOTHED)[0]) < 1e-4
+    want = stateless(inputs(), RAGGED, config=UNSMOOTHED)[0]
+    assert relative_l2(out, want) < 0.3 * relative_l2(stateless(inputs(), RAGGED)[0], want)
     np.testing.assert_array_equal(state.centroids, states[0].centroids)
 
 
@@ -230,7 +263,7 @@ def test_reset_forgets_the_order():
     np.testing.assert_array_equal(at_20.permutation[0, 0], np.arange(LENGTH))
 
 
-def test_high_precision_steps_are_the_bf16_preset_exactly_and_leave_the_state_alone():
+def test_high_precision_steps_are_the_bf16_preset_and_leave_the_state_alone():
     """Of 8 steps the first and the last two: the window's second step clusters instead."""
     schedule = DenoisingSchedule(8, high_precision_steps=(1, 2))
     plain = stateless(inputs(), config=vc_jax.PRESETS["bf16"])
@@ -238,10 +271,11 @@ def test_high_precision_steps_are_the_bf16_preset_exactly_and_leave_the_state_al
     for step in range(8):
         result, new = step_at(inputs(), state, step, schedule=schedule)
         if step in (0, 6, 7):
-            same_bytes(result, plain)
+            assert relative_l2(result[0], plain[0]) < 1e-6
+            np.testing.assert_allclose(result[1], plain[1], atol=1e-6)
             same_bytes(new, state)
         else:
-            assert not np.array_equal(result[0], plain[0])
+            assert relative_l2(result[0], plain[0]) > 1e-4
         state = new
         states.append(new)
     assert clusterings(states) == [1]
@@ -257,8 +291,11 @@ def test_one_layer_of_a_stack_is_updated_and_the_others_are_not():
         return_residual=True,
         **arguments,
     )
-    same_bytes(got[0], out)
-    same_bytes(jax.tree.map(lambda x: x[1], stack), one)
+    assert clear_of_edges(0)
+    assert relative_l2(got[0], out) < 3e-3
+    layer = jax.tree.map(lambda x: x[1], stack)
+    np.testing.assert_allclose(layer.centroids, one.centroids, atol=1e-4)
+    same_bytes(layer._replace(centroids=one.centroids), one)
     for i in (0, 2):
         same_bytes(jax.tree.map(lambda x, i=i: x[i], stack), fresh())
 

@@ -59,7 +59,9 @@ def test_a_configuration_that_does_not_cluster_has_a_small_state_and_runs(config
     resolved = vc_jax.PRESETS["bf16"] if config == "bf16" else config
     result, new = step_at(inputs(), state, 0, config=resolved)
     same_bytes(new, state)
-    same_bytes(result, stateless(inputs(), config=resolved))
+    want = stateless(inputs(), config=resolved)
+    assert relative_l2(result[0], want[0]) < 3e-3
+    np.testing.assert_allclose(result[1], want[1], atol=1e-3)
 
 
 def test_a_state_goes_through_donation_and_gradients():
