@@ -35,19 +35,19 @@ def _config(**fields) -> vc_jax.AttentionConfig:
     return vc_jax.AttentionConfig(**fields)
 
 
-_HADAMARD = {"smooth_values": False, "balance_channels": False, "softmax": "exp"}
+_HADAMARD = {"smooth_values": False, "softmax": "exp"}
 METHODS: dict[str, vc_jax.AttentionConfig] = {
     "SageAttention2-like (INT8 QK, FP8 PV)": _config(qk="int8", rotate=False, **_HADAMARD),
     "FP8 + Hadamard": _config(qk="e4m3", pv="e4m3", center_keys=False, **_HADAMARD),
     "V-Smooth, exp": _config(qk="int8", softmax="exp"),
     "V-Smooth, ExpCast as in the paper": _config(qk="int8", softmax="expcast_running"),
-    "INT8 QK, block-anchored ExpCast, channels as they are": _config(balance_channels=False),
-    "the same with E4M3 QK": _config(qk="e4m3", balance_channels=False),
+    "INT8 QK, block-anchored ExpCast, balanced channels": _config(balance_channels=True),
+    "the same with E4M3 QK": _config(qk="e4m3", balance_channels=True),
     "V-Smooth, block-anchored ExpCast (int8)": vc_jax.PRESETS["int8"],
     "the same with E4M3 QK (fp8)": vc_jax.PRESETS["fp8"],
     "NVFP4": _config(qk="nvfp4", pv="nvfp4", **_HADAMARD),
-    "NVFP4, V-Smooth, channels as they are": _config(
-        qk="nvfp4", pv="nvfp4", softmax="exp", balance_channels=False
+    "NVFP4, V-Smooth, balanced channels": _config(
+        qk="nvfp4", pv="nvfp4", softmax="exp", balance_channels=True
     ),
     "NVFP4, V-Smooth (nvfp4)": vc_jax.PRESETS["nvfp4"],
 }

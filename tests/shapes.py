@@ -10,23 +10,31 @@ CHECKED = (
     *(f"vc_jax._{name}" for name in ("arguments", "compare", "config")),
     *(f"vc_jax._{name}" for name in ("expcast", "fused", "implementations", "order", "plain")),
     *(f"vc_jax._{name}" for name in ("prepare", "preprocessing", "quantize", "reference")),
-    *(f"vc_jax._{name}" for name in ("schedule", "state", "tracing", "vsmooth")),
+    *(f"vc_jax._{name}" for name in ("schedule", "state", "vsmooth")),
     *("vc_jax.flax", "vc_jax.pallas_kernels"),
 )
-"""Modules whose functions are checked. `_attention` and `_dispatch` warn about the line
-that called them, from which a checker's frames would lead away."""
+"""Modules whose functions are checked. `_attention`, `_dispatch` and the decorators of `_tracing`
+stand between a warning and the line that it is about, from which a checker's frames would lead
+away."""
 CHECK_THEMSELVES = {
     "attention",
+    "__call__",
+    "attention_fn",
     "attention_step",
     "bind",
     "check_arguments",
     "check_arrays",
+    "check_integer",
     "check_kinds",
     "check_options",
     "compare",
+    "default_clusters",
+    "default_lloyd_stride",
     "dot_product_attention",
     "explain",
+    "hadamard_matrix",
     "init_state",
+    "kmeans",
     "plain_attention",
     "reset",
     "resolve_config",

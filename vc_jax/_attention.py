@@ -128,7 +128,7 @@ def dot_product_attention(
 
     Numbers of clusters and of tokens that a Lloyd step looks at follow from S unless the
     configuration fixes them, so padding an array may change a code, as any other order of the keys
-    would. In NVFP4 the queries of a head share a scale: one that is NaN makes its head NaN.
+    would. Where channels are balanced the queries of a head share the factors.
 
     Args:
       query: [B, T, N, H] or [T, N, H]; float32, bfloat16 or float16.

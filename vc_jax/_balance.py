@@ -67,7 +67,7 @@ def balance_of(
     """What queries are multiplied with and keys divided by, a power of two per channel.
 
     Near the root of the quotient of the two root mean squares (of the centred keys, where they are
-    centred), relative to the mean over the channels: a factor that all have would change nothing.
+    centred), relative to the median over the channels: a factor that all have would change nothing.
 
     Args:
       query_squares, key_squares: from `mean_squares`; all N / K query heads of a key head count.
@@ -82,7 +82,7 @@ def balance_of(
     bounded = 2.0**-6 * LARGEST_SQUARED**2
     usual = (jnp.max(key_squares, -1) < bounded) & (jnp.max(query_squares, -1) < bounded)
     octaves = 0.25 * (_log2(key_squares) - _log2(query_squares))
-    octaves = octaves - jnp.mean(octaves, -1, keepdims=True)
+    octaves = octaves - jnp.median(octaves, -1, keepdims=True)
     octaves = jnp.sign(octaves) * jnp.maximum(jnp.abs(octaves) - _DEAD_ZONE, 0.0)
     octaves = jnp.clip(jnp.round(octaves), -_MOST_OCTAVES, _MOST_OCTAVES)
     # Sizes beyond what can be squared are not known.

@@ -111,8 +111,8 @@ def compare(
       arguments: further keyword arguments of `dot_product_attention` (mask, scale, lengths of
         keys); an `implementation` is that of the configurations, exact attention takes XLA.
 
-    The rows are computed by themselves. In INT8 and FP8 a row does not depend on the others; in
-    NVFP4 the queries of a head share a scale, so the error of few rows is not quite that of all.
+    The rows are computed by themselves. Where channels are balanced, by the sizes of the queries'
+    channels, the error of few rows is not quite that of all.
 
     Returns:
       For each label (the mapping's keys, or the configurations themselves) a `Comparison`. Exact

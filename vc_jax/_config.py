@@ -41,7 +41,9 @@ class AttentionConfig:
       center_keys: subtract the mean key (over valid tokens) before quantisation.
       balance_channels: multiply each channel of the queries, and divide that of the keys, by a
         power of two that makes them about equally large (`vc_jax.channel_balance`), before the
-        rotation. Changes no score, but the error of one where a few channels of the keys are large.
+        rotation. Changes no score, but the error of one where a few channels of the keys are large:
+        for such layers. Costs a pass over queries and keys, and makes the rows of a head share
+        something: the sizes are of all queries, padded ones too.
       rotate: rotate queries and keys by the same orthonormal Hadamard matrix.
       smooth_values: V-Smooth: cluster the values, sort keys and values by cluster, and quantise
         what is left of each 128-token block after its mean.
@@ -59,7 +61,7 @@ class AttentionConfig:
     pv: PvFormat = "e4m3"
     softmax: Softmax = "expcast"
     center_keys: bool = True
-    balance_channels: bool = True
+    balance_channels: bool = False
     rotate: bool = True
     smooth_values: bool = True
     clusters: int | None = None
@@ -144,7 +146,6 @@ PRESETS: dict[str, AttentionConfig] = {
         pv="none",
         softmax="exp",
         center_keys=False,
-        balance_channels=False,
         rotate=False,
         smooth_values=False,
     ),

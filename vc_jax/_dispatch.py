@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 import warnings
 from typing import Any
 
@@ -68,7 +69,7 @@ def _warn_slow(query: tuple[int, ...], key: tuple[int, ...]) -> None:
     warnings.warn(
         f"a long attention call, query {list(query)} and key {list(key)}, runs on the slow XLA "
         "implementation; vc_jax.explain(...) with the same arguments says why",
-        stacklevel=5,
+        skip_file_prefixes=(os.path.dirname(__file__),),
     )
 
 

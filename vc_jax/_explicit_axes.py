@@ -65,8 +65,8 @@ def _spread(function, static, config, mesh, inputs: Inputs, state, step):
     names = names_of(own[2])
     parts = math.prod(mesh.shape[name] for name in names)
     copies = parts // math.gcd(parts, inputs.key.shape[2])
-    # The queries of a head share a scale in NVFP4: every device computes all of its rows.
-    rows = None if config.qk == "nvfp4" else own[1]
+    # Balance is by the sizes of the channels over all queries: every device computes all rows.
+    rows = None if config.balance_channels else own[1]
     axes = CallAxes(own[0], rows, None, own[2], own[2])
     axes_in = dataclasses.replace(axes, key_heads=None) if copies > 1 else axes
 

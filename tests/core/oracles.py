@@ -110,8 +110,13 @@ def total_variation(weights, exact):
 
 
 def kmeans(values, centroids, steps):
-    """Plain Lloyd in float64: labels against the last centroids, and these centroids."""
+    """Plain Lloyd in float64: labels against the last centroids, and these centroids.
+
+    An empty cluster takes a row of the values, of k spread evenly.
+    """
     values, centroids = np.asarray(values, np.float64), np.array(centroids, np.float64)
+    k = len(centroids)
+    rows = values[np.floor((np.arange(k) + 0.5) * (len(values) / k)).astype(int)]
 
     def assign():
         return ((values[:, None] - centroids) ** 2).sum(-1).argmin(1)
@@ -119,8 +124,8 @@ def kmeans(values, centroids, steps):
     for _ in range(steps):
         labels = assign()
         for c in range(len(centroids)):
-            if (labels == c).any():
-                centroids[c] = values[labels == c].mean(0)
+            some = (labels == c).any()
+            centroids[c] = values[labels == c].mean(0) if some else rows[c]
     return assign(), centroids
 
 

@@ -230,7 +230,7 @@ def test_explain_takes_shapes_instead_of_arrays():
     assert vc_jax.explain(*shapes, **abstract) == want
     assert vc_jax.explain(*shapes, **arguments) == want
     with pytest.raises(NotImplementedError, match="key_value_seq_lengths"):
-        vc_jax.explain(*shapes, mask=jax.ShapeDtypeStruct((2, 1, 3, 20), bool))
+        vc_jax.explain(*shapes, mask=jax.ShapeDtypeStruct((2, 4, 1, 20), bool))
 
 
 def test_explain_computes_nothing():

@@ -25,6 +25,10 @@ def tensors() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return query, key, value
 
 
+def balanced(name: str) -> vc_jax.AttentionConfig:
+    return dataclasses.replace(vc_jax.PRESETS[name], balance_channels=True)
+
+
 def config_of(name: str, smooth: bool) -> vc_jax.AttentionConfig:
     if smooth:
         return vc_jax.PRESETS[name]
@@ -69,10 +73,10 @@ def test_constant_values_come_back(name, smooth):
 def test_large_channels_of_the_keys_where_queries_are_small_cost_nothing(name, channels):
     query, key, value = tensors()
     want = exact(query, key, value)
-    plain = np.linalg.norm(np.asarray(attend(query, key, value, vc_jax.PRESETS[name])) - want)
+    plain = np.linalg.norm(np.asarray(attend(query, key, value, balanced(name))) - want)
     for factor in (50.0, 1000.0):
         scale = np.where(np.arange(SIZE) < channels, factor, 1.0).astype(np.float32)
-        out = attend(query / scale, key * scale, value, vc_jax.PRESETS[name])
+        out = attend(query / scale, key * scale, value, balanced(name))
         assert np.linalg.norm(np.asarray(out) - want) < 1.15 * plain
 
 
@@ -90,7 +94,7 @@ def test_one_token_that_is_not_finite_does_not_reach_other_rows_through_the_bala
     query, key, value = tensors()
     bad = query.copy()
     bad[0, 3, 1, 5] = np.nan
-    out = np.array(attend(bad, key, value, vc_jax.PRESETS["int8"]))
+    out = np.array(attend(bad, key, value, balanced("int8")))
     assert np.isnan(out[0, 3, 1]).any()
     out[0, 3, 1] = 0
     assert np.isfinite(out).all()

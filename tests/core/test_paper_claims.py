@@ -200,15 +200,15 @@ def test_adding_a_constant_to_the_values_adds_it_to_the_output(name, constant):
     assert (np.abs(difference) <= slack).all()
 
 
-def test_without_v_smooth_a_constant_is_quantised_with_the_values():
-    """What the claim is worth: the same test on plain quantisation fails."""
+def test_without_v_smooth_a_constant_goes_through_the_mean_of_each_channel():
+    """Which is float32: what is left of a large one is its own rounding, not a code's."""
     query, key, value = ragged()
     before, after = (
         np.asarray(attend_ragged("fp8 unsmoothed", (query, key, v))[0], np.float64)
         for v in (value, value + 1000.0)
     )
     difference = np.where(LIVE, after - before - 1000.0, 0)
-    assert np.abs(difference).max() > (1000 + 20) * 2.0**-8
+    assert 0 < np.abs(difference).max() < 0.02
 
 
 @pytest.mark.parametrize("length", [128, 1024])

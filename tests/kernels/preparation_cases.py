@@ -10,12 +10,15 @@ import numpy as np
 import vc_jax
 from vc_jax import _fused, _prepare
 
-BARE = {"center_keys": False, "balance_channels": False, "rotate": False}
+BARE = {"center_keys": False, "rotate": False}
 FORMATS = {
     **{name: vc_jax.PRESETS[name] for name in ("int8", "fp8")},
     "int8 bare": dataclasses.replace(vc_jax.PRESETS["int8"], **BARE),
     "fp8 bare": dataclasses.replace(vc_jax.PRESETS["fp8"], **BARE),
-    "int8 balanced": dataclasses.replace(vc_jax.PRESETS["int8"], rotate=False),
+    "int8 balanced": dataclasses.replace(
+        vc_jax.PRESETS["int8"], balance_channels=True, rotate=False
+    ),
+    "fp8 balanced": dataclasses.replace(vc_jax.PRESETS["fp8"], balance_channels=True),
 }
 
 # On the CPU most of the time is the compiler's.

@@ -26,8 +26,7 @@ statistics = compiled(
 
 
 def key_mean(key, valid):
-    config = dataclasses.replace(RAGGED.config, balance_channels=False)
-    return statistics(key, key, key, config, key_valid=valid).key_mean
+    return statistics(key, key, key, RAGGED.config, key_valid=valid).key_mean
 
 
 @pytest.mark.parametrize(
@@ -42,6 +41,7 @@ def key_mean(key, valid):
         Call("fp8", head_dim=128, length=257, batch=2, counts=(257, 256), prefix=True),
         Call("int8 bare", length=513, rows=65),
         Call("int8 balanced", jnp.float16, length=300),
+        Call("fp8 balanced", head_dim=128, length=300),
         Call("fp8 bare", head_dim=128, ordered=False, batch=2, counts=(300, 2), prefix=True),
     ],
     ids=str,

@@ -224,7 +224,7 @@ def test_every_length_is_taken_and_none_compiles_again(case):
     batch, rng = len(case.lengths), np.random.default_rng(7)
     edges = np.array([255, 129, 256, 1, 2, 257, 127, 64, 128, 3, 299, 192])
     clean(case)
-    programs = _dispatch._forward._cache_size()
+    programs = _dispatch.forward._cache_size()
     for lengths in case.few(*edges.reshape(-1, 6)):
         lengths, rows = lengths[:batch], rng.integers(1, 10, batch)
         out, lse = case(lengths=lengths, query_lengths=rows)
@@ -236,7 +236,7 @@ def test_every_length_is_taken_and_none_compiles_again(case):
         assert relative_l2(out, want) < 1.5 * case.error
         if case.under_test.normaliser:
             assert lse_error(lse, want_lse) < 1.5 * case.lse_error
-    assert _dispatch._forward._cache_size() == programs
+    assert _dispatch.forward._cache_size() == programs
 
 
 @every(*PRESETS, any_pattern=True)

@@ -95,7 +95,7 @@ def check_fp8():
 
 
 def check_nvfp4():
-    """Rows share scales, so parts of them would have others."""
+    """Rows share the balance of channels, so parts of them would have others."""
     preset("nvfp4", ROWS)
 
 

@@ -80,5 +80,5 @@ def test_what_does_not_fit_is_refused_with_the_reason(options, words):
 
 def test_a_ring_in_nvfp4_is_refused():
     given = {"mesh": mesh(a=8), "sequence_axis": "a", "method": "ring", "config": "nvfp4"}
-    with pytest.raises(NotImplementedError, match="share a"):
+    with pytest.raises(NotImplementedError, match="too coarse"):
         jax.eval_shape(lambda *x: sharding.sharded_attention(*x, **given), *wan())

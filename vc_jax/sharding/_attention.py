@@ -80,8 +80,8 @@ def sharded_attention(
 
     Raises:
       ValueError: axes that do not fit, a method that does not go with the heads; with the reason.
-      NotImplementedError: a ring in NVFP4, whose queries of a head share a scale. Also as
-        `dot_product_attention`.
+      NotImplementedError: a ring in NVFP4, whose normaliser is too coarse to merge pieces by. Also
+        as `dot_product_attention`.
     """
     call = bind(
         *(query, key, value, bias, mask),
@@ -180,8 +180,8 @@ def attend_of(plan: Plan) -> Callable[..., Result]:
 def check_rows(plan: Plan, config: AttentionConfig) -> None:
     if plan.ring and config.qk == "nvfp4":
         raise NotImplementedError(
-            f"method {plan.method!r} is not supported in NVFP4: the queries of a head share a "
-            "scale, and a ring parts them; 'ulysses' does not"
+            f"method {plan.method!r} is not supported in NVFP4: a ring merges pieces by their "
+            "normalisers, which are too coarse in 4 bits; 'ulysses' needs none"
         )
 
 
