@@ -19,6 +19,7 @@ away."""
 CHECK_THEMSELVES = {
     "attention",
     "__call__",
+    "_mask",
     "attention_fn",
     "attention_step",
     "bind",
