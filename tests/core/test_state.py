@@ -112,11 +112,11 @@ def test_the_same_holds_in_scans_over_steps_and_layers_with_one_compilation():
 
 def test_one_compilation_serves_all_steps_and_lengths():
     step_at(inputs(), fresh(), 0)
-    before = _state._step._cache_size()
+    before = _state.run_step._cache_size()
     state = fresh()
     for step, lengths in ((0, FULL), (4, RAGGED), (11, RAGGED), (39, np.array([0, 7], np.int32))):
         _, state = step_at(inputs(), state, step, lengths)
-    assert _state._step._cache_size() == before
+    assert _state.run_step._cache_size() == before
 
 
 @jax.jit
