@@ -72,9 +72,9 @@ class Variant:
         scores = (
             ("IGMMA.64x256x32.S8.S8", steps)
             if self.code_dtype == jnp.int8
-            else ("QGMMA.64x256x32.F16.E4M3", steps)
+            else ("QGMMA.64x256x32.F16.E4M3.E4M3", steps)
         )
-        return scores, (f"QGMMA.64x{self.head_dim + 8}x32.F32.E4M3", 8)
+        return scores, (f"QGMMA.64x{self.head_dim + 8}x32.F32.E4M3.E4M3", 8)
 
 
 @dataclasses.dataclass(frozen=True)
