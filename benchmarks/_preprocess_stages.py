@@ -113,7 +113,7 @@ def _preparation_stages(inputs: Inputs, order, presets: Sequence[str]) -> Iterat
     count = jnp.full(key.shape[0], key.shape[1], jnp.int32)
     config = vc_jax.PRESETS[presets[0]] if presets else vc_jax.PRESETS["int8"]
     sizes = functools.partial(_fused.channel_sizes_fused, config=config)
-    yield _stage("key mean and balance", sizes, query, key)
+    yield _stage("key mean", sizes, query, key)
     mean, balance = jax.jit(sizes)(query, key)
     ones = jnp.ones((key.shape[0], key.shape[2]), jnp.float32)
     for preset in presets:
@@ -123,9 +123,9 @@ def _preparation_stages(inputs: Inputs, order, presets: Sequence[str]) -> Iterat
         quantise = functools.partial(preparation.quantize_queries, scale=0.1, **formats)
         yield _stage(f"queries, {preset}", quantise, query, ones, ones, balance)
     yield _stage("value statistics", preparation.value_statistics, value, count, order)
-    means, largest = jax.jit(preparation.value_statistics)(value, count, order)
-    scale = _prepare.value_scale_of(largest, means)
-    scaled = _prepare.scaled_means(means, scale)
+    found = jax.jit(preparation.value_statistics)(value, count, order)
+    scale = _prepare.value_scale_of(found.half_largest, found.means)
+    scaled = _prepare.scaled_means(found.means, scale)
     yield _stage("values", preparation.quantize_values, value, count, order, scaled, scale)
     ends = functools.partial(preparation.channel_statistics, wanted=("sum", "high", "low"))
     yield _stage("value mean and ends (after the window)", ends, value)
@@ -167,9 +167,10 @@ def _whole_preparations(inputs: Inputs, order, presets: Sequence[str]) -> Iterat
 
             def prepare(query, key, value, order, preset=preset, smooth=smooth):
                 config = vc_jax.PRESETS[preset]
-                mean, balance = _fused.channel_sizes_fused(query, key, config)
-                common = {"order": order, "key_mean": mean, "balance": balance, "smooth": smooth}
-                return _fused.prepare_fused(query, key, value, config, **common)
+                tensors = (query, key, value, config)
+                found = _fused.statistics_fused(*tensors, order=order, smooth=smooth)
+                given = {"order": order, "smooth": smooth, **found._asdict()}
+                return _fused.prepare_fused(*tensors, **given)
 
             # The key mean and the value scales are of all tokens: keys and values are read twice.
             reads = query + 2 * key + 2 * value + (3 if smooth else 2) * bytes_of(order)
