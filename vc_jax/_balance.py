@@ -10,8 +10,8 @@ a few large channels, in which its queries are small, loses most of its precisio
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from ._public import public
 from ._quantize import count_of, power_of_two
-from ._tracing import own_promotion
 from .pallas_kernels.layout import LARGEST_SQUARED
 
 _DEAD_ZONE = 0.25
@@ -38,7 +38,7 @@ def mean_squares(
     return jnp.sum(squares, 1) / count_of(tokens, valid)
 
 
-@own_promotion
+@public
 def channel_balance(
     query: Float[Array, "b t n h"],
     key: Float[Array, "b s k h"],

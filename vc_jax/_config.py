@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any, Literal, get_args
 
+import jax
 import numpy as np
 
 from .pallas_kernels.layout import BLOCK
@@ -15,11 +16,18 @@ PvFormat = Literal["none", "e4m3", "nvfp4"]
 Softmax = Literal["expcast", "expcast_running", "exp"]
 
 
+def shown(value: Any) -> str:
+    """A wrong value as one line of an error: an array by its dtype and shape."""
+    if isinstance(value, (np.ndarray, jax.Array)) and value.ndim:
+        return f"{value.dtype} {list(value.shape)}"
+    return repr(value)
+
+
 def check_integer(name: str, number: Any, low: int) -> int:
     """A Python or NumPy integer of at least `low`, as a Python one."""
     whole = isinstance(number, (int, np.integer)) and not isinstance(number, bool)
     if not whole or number < low:
-        raise ValueError(f"{name} must be an integer >= {low}, got {number!r}")
+        raise ValueError(f"{name} must be an integer >= {low}, got {shown(number)}")
     return int(number)
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float8e4m3fn, UInt8
 
-from ._tracing import own_promotion
+from ._public import public
 from .pallas_kernels.layout import PROBABILITY_SCALE, TOP
 
 CODES_PER_NAT = 8.0 * math.log2(math.e)
@@ -26,7 +26,7 @@ TOTAL_VARIATION_BOUND = (1 - math.sqrt(0.9290 / 1.0746)) / (1 + math.sqrt(0.9290
 """Largest total variation of a row without underflow: with r in [a, b], (√b-√a)/(√b+√a)."""
 
 
-@own_promotion
+@public
 def expcast(log2_ratio: Float[Array, "..."]) -> UInt8[Array, "..."]:
     """The E4M3 byte of `256·2^u`, u <= 0: `clip(RNE(8·(u + 8) + 56 + beta), 0, 120)`.
 
@@ -49,14 +49,14 @@ def _to_byte(code: Float[Array, "..."]) -> UInt8[Array, "..."]:
     return jnp.where(jnp.isnan(code), NAN_CODE, byte).astype(jnp.uint8)
 
 
-@own_promotion
+@public
 def exp_then_cast(log2_ratio: Float[Array, "..."]) -> UInt8[Array, "..."]:
     """The E4M3 byte of `256·2^u` rounded to nearest even: what ExpCast stands in for."""
     probability = PROBABILITY_SCALE * jnp.exp2(log2_ratio.astype(jnp.float32))
     return lax.bitcast_convert_type(probability.astype(jnp.float8_e4m3fn), jnp.uint8)
 
 
-@own_promotion
+@public
 def decode_codes(codes: UInt8[Array, "..."]) -> Float[Array, "..."]:
     """The float32 values of E4M3 bytes."""
     return as_e4m3(codes).astype(jnp.float32)

@@ -14,8 +14,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from ._arguments import check_shapes
+from ._public import public
 from ._quantize import largest_magnitude
-from ._tracing import filled, jit, own_promotion
+from ._tracing import filled, jit
 from .pallas_kernels.layout import BLOCK
 
 
@@ -114,7 +115,7 @@ def _softmax_pass(query: Array, rows: _Rows, scale: Array | float) -> tuple[Arra
     return out, (largest + jnp.log(total))[..., 0]
 
 
-@own_promotion
+@public
 @jit()
 def plain_attention(
     query: Float[Array, "b t n h"],

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Float8e4m3fn, Int
 
 from ._config import AttentionConfig, resolve_config
 from ._expcast import CODES_PER_NAT, f16_multiplier
+from ._public import public
 from ._quantize import (
     E4M3_MAX,
     NVFP4_GROUP,
@@ -32,7 +33,7 @@ from ._quantize import (
     round_to_bfloat16,
     saturate_e4m3,
 )
-from ._tracing import jit, own_promotion
+from ._tracing import jit
 from ._vsmooth import block_means
 from .pallas_kernels.layout import (
     BLOCK,
@@ -242,7 +243,7 @@ def _order_groups(values: Array, *, restore: bool = False) -> Array:
     return bits.reshape(values.shape)
 
 
-@own_promotion
+@public
 def prepare(
     query: Float[Array, "b t n h"],
     key: Float[Array, "b s k h"],
@@ -380,7 +381,7 @@ class Restored(NamedTuple):
     value: Float[Array, "b k p h"]
 
 
-@own_promotion
+@public
 @jit()
 def restore(prepared: Prepared) -> Restored:
     """Undo `prepare` up to what quantisation lost: `query · key` are the scores in codes."""

@@ -14,8 +14,8 @@ import numpy.typing as npt
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float8e4m3fn, Int, Shaped, UInt8
 
-from ._config import NVFP4_GROUP
-from ._tracing import own_promotion
+from ._config import NVFP4_GROUP, check_integer
+from ._public import public
 from .pallas_kernels.layout import E4M3, SUM_UNIT, TINY
 
 E4M3_MAX = 448.0
@@ -60,7 +60,7 @@ def saturate_e4m3(values: Float[Array, "..."]) -> Float8e4m3fn[Array, "..."]:
     return jnp.clip(values, -E4M3_MAX, E4M3_MAX).astype(E4M3)
 
 
-@own_promotion
+@public
 def quantize_int8(values: Float[Array, "..."], axis: int | tuple[int, ...] = -1) -> Quantized:
     """INT8 codes in [-127, 127] with one FP32 scale `amax / 127` per group.
 
@@ -82,7 +82,7 @@ def quantize_int8(values: Float[Array, "..."], axis: int | tuple[int, ...] = -1)
     return Quantized(jnp.clip(jnp.round(values / scale), -127, 127).astype(jnp.int8), scale)
 
 
-@own_promotion
+@public
 def quantize_e4m3(values: Float[Array, "..."], axis: int | tuple[int, ...] = -1) -> Quantized:
     """E4M3 codes with one FP32 scale `amax / 448` per group.
 
@@ -99,7 +99,7 @@ def quantize_e4m3(values: Float[Array, "..."], axis: int | tuple[int, ...] = -1)
     return Quantized(saturate_e4m3(values / scale), scale)
 
 
-@own_promotion
+@public
 def dequantize(quantized: Quantized) -> Float[Array, "..."]:
     """Codes times scale, float32."""
     return quantized.codes.astype(jnp.float32) * quantized.scale
@@ -150,7 +150,7 @@ def unpack_nibbles(packed: UInt8[Array, "... n"]) -> UInt8[Array, "... 2*n"]:
     return jnp.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:-1], -1)
 
 
-@own_promotion
+@public
 def quantize_nvfp4(
     values: Float[Array, "... n"], global_axes: int | tuple[int, ...] | None = None
 ) -> Nvfp4:
@@ -208,7 +208,7 @@ def _closest_groups(groups: Float[Array, "... g 16"]) -> _Groups:
     )
 
 
-@own_promotion
+@public
 def dequantize_nvfp4(quantized: Nvfp4) -> Float[Array, "... n"]:
     """The float32 values of `quantize_nvfp4`'s result."""
     codes = decode_e2m1(unpack_nibbles(quantized.codes))
@@ -216,9 +216,8 @@ def dequantize_nvfp4(quantized: Nvfp4) -> Float[Array, "... n"]:
     return codes * scales * quantized.global_scale
 
 
-@functools.cache
 def hadamard_matrix(size: int) -> npt.NDArray[np.float32]:
-    """The orthonormal Hadamard matrix of a head size (float32, [size, size]).
+    """The orthonormal Hadamard matrix of a head size (float32, [size, size], read-only).
 
     Sylvester order, scaled by the root of its order. A size that is no power of two gets a block
     diagonal of its largest power-of-two factor (96 = 3 blocks of 32).
@@ -229,23 +228,28 @@ def hadamard_matrix(size: int) -> npt.NDArray[np.float32]:
     >>> hadamard_matrix(2).round(3).tolist()
     [[0.7070000171661377, 0.7070000171661377], [0.7070000171661377, -0.7070000171661377]]
     """
-    if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
-        raise ValueError(f"size must be an integer >= 1, got {size!r}")
+    return _sylvester(check_integer("size", size, 1))
+
+
+@functools.cache
+def _sylvester(size: int) -> npt.NDArray[np.float32]:
     order = size & -size
     matrix = np.ones((1, 1), np.float64)
     while matrix.shape[0] < order:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    return np.kron(np.eye(size // order), matrix / math.sqrt(order)).astype(np.float32)
+    result = np.kron(np.eye(size // order), matrix / math.sqrt(order)).astype(np.float32)
+    result.flags.writeable = False  # all callers share it
+    return result
 
 
-@own_promotion
+@public
 def hadamard_rotate(vectors: Float[Array, "... h"]) -> Float[Array, "... h"]:
     """Vectors times `hadamard_matrix` along the last axis, in float32 at highest precision."""
     matrix = jnp.asarray(hadamard_matrix(vectors.shape[-1]))
     return jnp.matmul(vectors.astype(jnp.float32), matrix, precision=lax.Precision.HIGHEST)
 
 
-@own_promotion
+@public
 def mean_key(
     key: Float[Array, "b s k h"], key_valid: Bool[Array, "b s"] | None = None
 ) -> Float[Array, "b k h"]:

@@ -29,6 +29,7 @@ from ._prepare import (
     plain_value_codes,
     score_multiplier,
 )
+from ._public import public
 from ._quantize import (
     E2M1_MAX,
     E4M3_MAX,
@@ -41,7 +42,7 @@ from ._quantize import (
     saturate_e4m3,
     unpack_nibbles,
 )
-from ._tracing import filled, jit, own_promotion
+from ._tracing import filled, jit
 from .pallas_kernels.layout import BLOCK, PROBABILITY_SCALE, STEP
 
 Products = Callable[[Array, Array], Array]
@@ -250,7 +251,7 @@ def _slice_block(operands: _Operands, kv_count: Array, index: Array) -> _Block:
     )
 
 
-@own_promotion
+@public
 @jit(static_argnames=("config", "products"))
 def reference_attention(
     prepared: Prepared, config: AttentionConfig, *, products: Products | None = None

@@ -7,12 +7,13 @@ from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from ._arguments import Inputs, bind
 from ._attention import Normaliser, Output
-from ._config import PRESETS, AttentionConfig
+from ._config import PRESETS, AttentionConfig, shown
 from ._dispatch import attend, request_of, select_implementation
 from ._explicit_axes import spread
 from ._implementations import Result, Static
@@ -22,8 +23,9 @@ from ._tracing import concrete, own_promotion
 
 
 def check_index(name: str, index, size: int) -> None:
-    if jnp.ndim(index) or not jnp.issubdtype(jnp.result_type(index), jnp.integer):
-        raise TypeError(f"{name} must be an integer scalar, got {index!r}")
+    number = isinstance(index, int | np.integer | np.ndarray | jax.Array)
+    if not number or jnp.ndim(index) or not jnp.issubdtype(jnp.result_type(index), jnp.integer):
+        raise TypeError(f"{name} must be an integer scalar, got {shown(index)}")
     known = concrete(index)
     if known is not None and not 0 <= known < size:
         raise ValueError(f"{name} must be in [0, {size - 1}], got {known}")
@@ -140,7 +142,8 @@ def attention_step(
       step: index of the denoising step, 0 first; may be traced, one compilation serves all. A
         traced one that is not in the schedule gives NaN.
       schedule: what each step does.
-      layer: index into the state's layer axis; may be traced.
+      layer: index into the state's layer axis; may be traced. A traced one that the state does not
+        have gives NaN.
       Others as in `dot_product_attention`.
 
     Returns:
@@ -170,11 +173,20 @@ def attention_step(
         check_index("layer", layer, state.made.shape[0])
     plan = StepPlan(schedule, config, implementation, return_residual)
     one = layer_of(state, layer)
-    (out, lse), one = spread(run_step, plan, config, inputs, one, jnp.asarray(step))
+    step = step_of(jnp.asarray(step), layer, state)
+    (out, lse), one = spread(run_step, plan, config, inputs, one, step)
     new = with_layer(state, layer, one)
     out = out.reshape(query.shape)
     result = (out, lse.reshape(query.shape[:-1])) if lse is not None else out
     return result, new
+
+
+def step_of(step: Array | int, layer: Array | int | None, state: AttentionState) -> Int[Array, ""]:
+    """The step as an array; -1, which gives NaN, where a traced layer is not one of the state's."""
+    if layer is None:
+        return jnp.asarray(step)
+    there = (layer >= 0) & (layer < state.made.shape[0])
+    return jnp.where(there, step, -1)
 
 
 def layer_of(state: AttentionState, layer: Array | int | None) -> AttentionState:

@@ -14,7 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from ._tracing import concrete, filled, own_promotion
+from ._config import shown
+from ._public import public
+from ._tracing import concrete, filled
 from .pallas_kernels.layout import BLOCK, SUM_UNIT
 
 _CHUNK = 2048
@@ -152,7 +154,7 @@ def _kmeans_head(
     return Clusters(jnp.where(valid, labels, clusters), found + centre)
 
 
-@own_promotion
+@public
 def kmeans(
     values: Float[Array, "*batch s h"],
     clusters: int,
@@ -179,12 +181,12 @@ def kmeans(
       centroids: [..., k, H] to start from (warm start) instead of rows of the values.
 
     Raises:
+      TypeError: an array of another dtype.
       ValueError: no tokens or channels; `clusters`, `stride` or `steps` out of range; `valid` or
-        `centroids` of another shape, or `valid` not bool.
+        `centroids` of another shape.
     """
-    if jnp.ndim(values) < 2 or 0 in jnp.shape(values)[-2:]:
-        raise ValueError(f"values must be [..., S, H], S and H >= 1, got {list(jnp.shape(values))}")
-    values = jnp.asarray(values)
+    if 0 in values.shape[-2:]:
+        raise ValueError(f"values must be [..., S, H], S and H >= 1, got {list(values.shape)}")
     *batch, length, size = values.shape
     for name, number, low in (
         ("clusters", clusters, 1),
@@ -195,12 +197,9 @@ def kmeans(
         if known is None and name == "steps":
             continue
         if known is None or known.ndim or known.dtype.kind not in "iu" or known < low:
-            raise ValueError(f"{name} must be an integer >= {low}, got {number!r}")
+            raise ValueError(f"{name} must be an integer >= {low}, got {shown(number)}")
     if valid is None:
         valid = jnp.ones((*batch, length), bool)
-    if valid.shape != (*batch, length) or valid.dtype != bool:
-        wanted = f"bool {[*batch, length]}"
-        raise ValueError(f"valid must be {wanted}, got {valid.dtype} {list(valid.shape)}")
     values, valid = values.reshape(-1, length, size), valid.reshape(-1, length)
     expected = (*batch, clusters, size)
     if centroids is not None and centroids.shape != expected:
@@ -212,7 +211,7 @@ def kmeans(
     return Clusters(*(x.reshape(*batch, *x.shape[1:]) for x in result))
 
 
-@own_promotion
+@public
 def similar_clusters_together(centroids: Float[Array, "*batch k h"]) -> Int[Array, "*batch k"]:
     """A place for each cluster, so that neighbours in the order are near each other.
 
@@ -246,7 +245,7 @@ def similar_clusters_together(centroids: Float[Array, "*batch k h"]) -> Int[Arra
     return places.reshape(*batch, clusters)
 
 
-@own_promotion
+@public
 def cluster_order(
     labels: Int[Array, "*batch s"], places: Int[Array, "*batch k"] | None = None
 ) -> Int[Array, "*batch s"]:
@@ -274,7 +273,7 @@ def sequence_order(key_valid: Bool[Array, "b s"]) -> Int[Array, "b s"]:
     return order.at[row, position].set(token, unique_indices=True)
 
 
-@own_promotion
+@public
 def block_means(
     values: Float[Array, "... s h"], count: Int[Array, "..."] | None = None
 ) -> Float[Array, "... n h"]:
@@ -301,7 +300,7 @@ def block_means(
     return total / jnp.maximum(inside, 1)[..., None].astype(jnp.float32) * (1.0 / SUM_UNIT)
 
 
-@own_promotion
+@public
 def mean_energy(values: Float[Array, "... s h"]) -> Float[Array, "..."]:
     """Share of the energy of whole 128-token blocks that their means hold: B·|mu|² / |V|².
 

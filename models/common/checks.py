@@ -100,8 +100,10 @@ def check_index(name: str, index: Any, size: int | None) -> None:
       TypeError: not an integer scalar.
       ValueError: a known value out of range.
     """
-    if np.ndim(index) or not jnp.issubdtype(jnp.result_type(index), jnp.integer):
-        raise TypeError(f"{name} must be an integer scalar, got {index!r}")
+    number = isinstance(index, int) or hasattr(index, "dtype")
+    if not number or np.ndim(index) or not jnp.issubdtype(jnp.result_type(index), jnp.integer):
+        got = f"shape {list(np.shape(index))}" if number and np.ndim(index) else repr(index)
+        raise TypeError(f"{name} must be an integer scalar, got {got}")
     if isinstance(index, (Tracer, jax.ShapeDtypeStruct)):
         return
     known = int(index)

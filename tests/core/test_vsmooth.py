@@ -318,7 +318,7 @@ def test_kmeans_needs_tokens_and_channels(shape):
 
 
 def test_kmeans_takes_a_mask_of_booleans_only():
-    with pytest.raises(ValueError, match=r"valid must be bool \[9\], got float32"):
+    with pytest.raises(TypeError, match=r"valid must be bool \[\*batch s\] .*, got float32 \[9\]"):
         vc_jax.kmeans(jnp.ones((9, 4)), 2, valid=jnp.ones(9))
 
 

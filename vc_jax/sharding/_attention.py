@@ -29,7 +29,15 @@ from .._mesh_axes import (
 )
 from .._order import AttentionState
 from .._schedule import DenoisingSchedule
-from .._state import StepPlan, check_index, check_step, layer_of, run_step, with_layer
+from .._state import (
+    StepPlan,
+    check_index,
+    check_step,
+    layer_of,
+    run_step,
+    step_of,
+    with_layer,
+)
 from ._plan import Method, Plan, make_plan
 from ._ring import Ring
 from ._state import check_state
@@ -150,7 +158,8 @@ def sharded_attention_step(
     residual = return_residual or bool(plan.ring)
     static = StepPlan(schedule, call.config, implementation, residual, attend_of(plan))
     one = layer_of(state, layer)
-    (out, lse), one = _sharded(plan, run_step, static, call.inputs, one, jnp.asarray(step))
+    step = step_of(jnp.asarray(step), layer, state)
+    (out, lse), one = _sharded(plan, run_step, static, call.inputs, one, step)
     new = with_layer(state, layer, one)
     out = out.reshape(query.shape)
     return ((out, lse.reshape(query.shape[:-1])) if return_residual else out), new
