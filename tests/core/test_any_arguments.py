@@ -17,9 +17,9 @@ import vc_jax
 from . import oracles
 
 EXAMPLES = int(os.environ.get("VC_JAX_EXAMPLES", "60"))
-CONFIGS = ["bf16", "int8", "fp8"] if EXAMPLES > 100 else ["bf16"]
+CONFIGS = ["bf16", "int8", "fp8", "nvfp4"] if EXAMPLES > 100 else ["bf16"]
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 2e-3}
-QUANTISED = {"bf16": 0.0, "int8": 0.1, "fp8": 0.2}
+QUANTISED = {"bf16": 0.0, "int8": 0.1, "fp8": 0.2, "nvfp4": 0.6}
 COUNTS: collections.Counter[str] = collections.Counter()
 REFUSED = (TypeError, ValueError, NotImplementedError)
 ARGUMENTS = (

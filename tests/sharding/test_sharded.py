@@ -7,12 +7,17 @@ from jax.sharding import AbstractMesh, AxisType
 
 from vc_jax import sharding
 
-from . import devices, sharded_checks
+from . import any_mesh, devices, sharded_checks
 
 
 @pytest.mark.parametrize("name", devices.checks(sharded_checks))
 def test_on_eight_devices(name):
     failure = devices.results(sharded_checks.__name__)[name]
+    assert failure is None, failure
+
+
+def test_any_mesh_is_refused_by_name_or_computed():
+    [failure] = devices.results(any_mesh.__name__).values()
     assert failure is None, failure
 
 
