@@ -370,7 +370,7 @@ def test_plain_attention_names_shapes_that_do_not_fit():
 
 
 def test_preparation_takes_a_presets_name_and_refuses_others():
-    prepared = vc_jax.prepare(QUERY, KEY, VALUE, "fp8")
+    prepared = jax.eval_shape(lambda *x: vc_jax.prepare(*x, "fp8"), QUERY, KEY, VALUE)
     assert prepared.key_codes.dtype == jnp.float8_e4m3fn
     with pytest.raises(ValueError, match="config must be"):
         vc_jax.prepare(QUERY, KEY, VALUE, "int9")

@@ -92,6 +92,7 @@ def test_a_symbol_that_cannot_be_one_is_named(axis):
         vc_jax.explain(abstract(2, 8, *shape[2:]), abstract(*shape), abstract(*shape))
 
 
+@jax.jit
 def examples():
     """One of each kind."""
     q, k, v = tensors(1, 8)

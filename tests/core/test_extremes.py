@@ -108,7 +108,9 @@ ENDS = [(jnp.float16, 62000.0), (jnp.bfloat16, 3.3e38), (jnp.float32, 1e37), (jn
 def test_outputs_of_finite_values_are_finite(name, dtype, size):
     query, key, value = tensors()
     arrays = [jnp.asarray(x, dtype) for x in (query, key, np.sign(value) * np.float32(size))]
-    for smooth in {True, name == "bf16"}:
+    # Without block means the values' range is the same question: once, in float32.
+    kinds = (False, True) if dtype == jnp.float32 and name != "bf16" else (True,)
+    for smooth in kinds:
         out = attend(*arrays, config_of(name, smooth))
         assert jnp.isfinite(out).all()
     unit = np.asarray(arrays[2], np.float64) / size
@@ -184,8 +186,7 @@ def test_a_state_heals_within_two_refreshes(first):
     assert energy(BAD_FIRST[first](value)) > 0.95 * energy(value)
 
 
-@pytest.mark.parametrize("step", [-1, 10, 25])
-def test_a_traced_step_that_is_not_in_the_schedule_gives_nan(step):
+def test_a_traced_step_that_is_not_in_the_schedule_gives_nan():
     query, key, value = tensors()
     schedule = vc_jax.DenoisingSchedule(10, high_precision_steps=(1, 1))
     state = vc_jax.init_state("fp8", 1, LENGTH, HEADS, SIZE)
@@ -194,5 +195,6 @@ def test_a_traced_step_that_is_not_in_the_schedule_gives_nan(step):
             query, key, value, state, step=step, schedule=schedule, config="fp8"
         )[0]
     )
-    assert jnp.isnan(run(step)).all()
+    for step in (-1, 10, 25):
+        assert jnp.isnan(run(step)).all()
     assert jnp.isfinite(run(9)).all()

@@ -1,7 +1,5 @@
 """V-Smooth: clustering, order, block means."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,10 +12,8 @@ from . import oracles
 from .cases import same_bytes
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def kmeans(values, clusters, *, steps=4, valid=None, centroids=None):
-    """`vc_jax.kmeans`, compiled once per shape: the number of steps is traced."""
-    return vc_jax.kmeans(values, clusters, steps=steps, valid=valid, centroids=centroids)
+kmeans = jax.jit(vc_jax.kmeans, static_argnums=1, static_argnames="stride")
+"""Compiled once per shape: the number of steps is traced."""
 
 
 similar_clusters_together = jax.jit(vc_jax.similar_clusters_together)
@@ -84,7 +80,7 @@ def test_a_cold_start_takes_rows_spread_evenly_over_the_valid_tokens():
 def test_the_default_is_four_lloyd_steps():
     values, _ = clustered(1, 500, spread=1.0)
     start = values[[50, 150, 250, 350, 450]]
-    found = vc_jax.kmeans(jnp.asarray(values), 5, centroids=jnp.asarray(start))
+    found = kmeans(jnp.asarray(values), 5, centroids=jnp.asarray(start))
     np.testing.assert_allclose(found.centroids, oracles.kmeans(values, start, 4)[1], atol=1e-4)
     assert np.abs(np.asarray(found.centroids) - oracles.kmeans(values, start, 3)[1]).max() > 1e-3
 
@@ -94,7 +90,7 @@ def test_an_empty_cluster_takes_a_row_of_the_values(lost):
     values, _ = clustered(2, 200)
     last = values[:1] if lost == "another" else np.full((1, 8), lost, np.float32)
     start = np.concatenate([values[:2], last])
-    found = vc_jax.kmeans(jnp.asarray(values), 3, steps=1, centroids=jnp.asarray(start))
+    found = kmeans(jnp.asarray(values), 3, steps=1, centroids=jnp.asarray(start))
     rows = _vsmooth.spread_rows(jnp.asarray(values), jnp.ones(200, bool), 3)
     np.testing.assert_allclose(found.centroids[2], rows[2], rtol=1e-6, atol=1e-6)
     assert (np.asarray(found.labels) == 2).any()
@@ -107,8 +103,8 @@ def test_a_lloyd_step_looks_at_valid_tokens_wherever_the_others_lie(stride):
     places = np.sort(np.random.default_rng(0).permutation(600)[:200])
     apart[places] = values
     valid = np.isin(np.arange(600), places)
-    want = vc_jax.kmeans(jnp.asarray(values), 5, stride=stride)
-    got = vc_jax.kmeans(jnp.asarray(apart), 5, stride=stride, valid=jnp.asarray(valid))
+    want = kmeans(jnp.asarray(values), 5, stride=stride)
+    got = kmeans(jnp.asarray(apart), 5, stride=stride, valid=jnp.asarray(valid))
     np.testing.assert_allclose(got.centroids, want.centroids, rtol=1e-5, atol=1e-5)
 
 
@@ -304,8 +300,8 @@ def test_lloyd_steps_over_every_other_token_move_centroids_by_those_alone():
     rng = np.random.default_rng(0)
     values = jnp.asarray(rng.normal(size=(300, 8)), jnp.float32)
     start = values[:5]
-    got = vc_jax.kmeans(values, 5, steps=3, stride=2, centroids=start)
-    want = vc_jax.kmeans(values[::2], 5, steps=3, centroids=start)
+    got = kmeans(values, 5, steps=3, stride=2, centroids=start)
+    want = kmeans(values[::2], 5, steps=3, centroids=start)
     np.testing.assert_allclose(got.centroids, want.centroids, atol=1e-6)
     np.testing.assert_array_equal(got.labels[::2], want.labels)
     assert got.labels.shape == (300,)
