@@ -30,7 +30,7 @@ def _share_compilations() -> None:
     """
     settings = {
         "jax_compilation_cache_dir": os.environ.get("JAX_COMPILATION_CACHE_DIR"),
-        "jax_persistent_cache_min_compile_time_secs": 0.1,
+        "jax_persistent_cache_min_compile_time_secs": 0,
         "jax_persistent_cache_min_entry_size_bytes": 0,
     }
     if settings["jax_compilation_cache_dir"] is None:

@@ -11,7 +11,6 @@ from vc_jax import _vsmooth
 from . import oracles
 from .cases import same_bytes
 
-
 kmeans = jax.jit(vc_jax.kmeans, static_argnums=1, static_argnames="stride")
 """Compiled once per shape: the number of steps is traced."""
 

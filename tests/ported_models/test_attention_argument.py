@@ -71,8 +71,11 @@ def state_for(name: str, attention: Any = "int8") -> Any:
     return model(name, attention).init_attention_state(batch, ROWS[name])
 
 
-@pytest.mark.parametrize(("preset", "bound"), [("int8", 0.02), ("fp8", 0.04)])
-@pytest.mark.parametrize("name", golden.NAMES)
+@pytest.mark.parametrize(
+    ("name", "preset", "bound"),
+    # What a model hands on is the same for every preset: one model takes another one.
+    [*((name, "int8", 0.02) for name in golden.NAMES), ("wan_t2v", "fp8", 0.04)],
+)
 def test_low_bit_presets_stay_close_to_the_peer(name, preset, bound):
     expected = golden.fixture(name).expected("main/sample")
     error = golden.relative_l2(video(name, preset), expected)
