@@ -19,6 +19,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array
 
+from vc_jax._tracing import own_promotion
+
 from .attention import AttentionLike, attention_function, check_attention
 from .common.checks import check_index, check_shape
 
@@ -54,6 +56,7 @@ def attention_kernel(
     check_attention(cross_attention, "cross_attention")
     check_index("min_key_length", min_key_length, None)
 
+    @own_promotion
     def kernel(query: Array, key: Array, value: Array, context: dict[str, Any]) -> Array:
         if context.get("is_causal"):
             raise NotImplementedError("is_causal: video attention is not causal")

@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool
 
 import vc_jax
+from vc_jax._tracing import own_promotion
 
 from .attention import AttentionControl, ModelState, uses_state
 from .common.base import Latents, VideoTransformer
@@ -28,6 +29,7 @@ Parts = dict[str, Array]
 """Latents by what they are of, also where there is only video."""
 
 
+@own_promotion
 def sample(
     model: VideoTransformer,
     latents: Latents,

@@ -19,6 +19,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
 
 from vc_jax import AttentionState
+from vc_jax._tracing import own_promotion
 
 from ..attention import (
     NO_CONTROL,
@@ -257,6 +258,7 @@ class HunyuanVideo15(VideoTransformer):
         )
         return video, text, state
 
+    @own_promotion
     def __call__(
         self,
         latents: Float[Array, "b c t h w"],
@@ -357,6 +359,7 @@ class HunyuanVideo15(VideoTransformer):
         rows += sum(conditioning[name].shape[1] for name in ("text", "byt5", "image"))
         return self.init_attention_state(latents.shape[0], rows)
 
+    @own_promotion
     def denoise(
         self,
         latents: Array,

@@ -16,6 +16,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
 from vc_jax import AttentionState
+from vc_jax._tracing import own_promotion
 
 from ..attention import (
     NO_CONTROL,
@@ -102,6 +103,7 @@ class LongCatVideo(VideoTransformer):
             states["cond"] = super().init_attention_state(batch, cond_length)
         return states
 
+    @own_promotion
     def __call__(
         self,
         latents: Float[Array, "b c t h w"],
@@ -264,6 +266,7 @@ class LongCatVideo(VideoTransformer):
         rest = latents[:, :, frames.shape[2] :]
         return jnp.concatenate([frames.astype(latents.dtype), rest], axis=2)
 
+    @own_promotion
     def denoise(
         self,
         latents: Array,

@@ -16,6 +16,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
 
 from vc_jax import AttentionState
+from vc_jax._tracing import own_promotion
 
 from ..attention import (
     NO_CONTROL,
@@ -155,6 +156,7 @@ class MiniMaxH3(VideoTransformer):
         packed = packed.at[:, layout.video_indices].set(video.astype(self.dtype))
         return packed.at[:, layout.audio_indices].set(audio.astype(self.dtype))
 
+    @own_promotion
     def __call__(
         self,
         video: Float[Array, "b v p"],
@@ -286,6 +288,7 @@ class MiniMaxH3(VideoTransformer):
             latents["video"].shape[0], len(conditioning["layout"].tags)
         )
 
+    @own_promotion
     def denoise(
         self,
         latents: dict[str, Array],

@@ -21,6 +21,8 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
+from vc_jax._tracing import own_promotion
+
 from ..common.checks import check_fields, check_head_dim
 from .rope import RopeTable, apply_rope, rope_table
 
@@ -254,6 +256,7 @@ class VideoDiT(nnx.Module):
 
         self.blocks = stack(rngs)
 
+    @own_promotion
     def __call__(
         self,
         video: Float[Array, "B F height width C"],
@@ -276,6 +279,7 @@ class VideoDiT(nnx.Module):
         attend = attention or default_attention
         return self._forward(video, t, lambda q, k, v, state, _: (attend(q, k, v), state), None)[0]
 
+    @own_promotion
     def with_state(
         self,
         video: Float[Array, "B F height width C"],
@@ -292,6 +296,7 @@ class VideoDiT(nnx.Module):
         velocity, state, _ = self._forward(video, t, attention, state)
         return velocity, state
 
+    @own_promotion
     def attention_inputs(
         self,
         video: Float[Array, "B F height width C"],

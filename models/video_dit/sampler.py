@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from vc_jax._tracing import own_promotion
+
 from .flow import shift_time
 from .model import Attention, StatefulAttention, default_attention
 
@@ -83,6 +85,7 @@ def velocity_times(given: Given, t: Float[Array, ""]) -> Float[Array, "B F"]:
     return jnp.where(given.frames, 0.0, t)
 
 
+@own_promotion
 def continue_clip(
     model: VelocityModel,
     condition: Float[Array, "B C height width channels"],
@@ -116,6 +119,7 @@ def continue_clip(
     )[0]
 
 
+@own_promotion
 def sample_given(
     model: VelocityModel,
     given: Given,

@@ -16,6 +16,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
 from vc_jax import AttentionState
+from vc_jax._tracing import own_promotion
 
 from ..attention import (
     NO_CONTROL,
@@ -164,6 +165,7 @@ class Wan(VideoTransformer):
     def rope(self, grid: tuple[int, ...]) -> tuple[Array, Array]:
         return layers.grid_rope(grid, self.config.rope_axes, self.config.rope_theta)
 
+    @own_promotion
     def __call__(
         self,
         latents: Float[Array, "b c t h w"],
@@ -265,6 +267,7 @@ class Wan(VideoTransformer):
             return latents
         return jnp.concatenate([first.astype(latents.dtype), latents[:, :, 1:]], axis=2)
 
+    @own_promotion
     def denoise(
         self,
         latents: Array,

@@ -208,6 +208,34 @@ def test_what_the_kernels_do_not_take_is_said():
     assert "head dim of 64 or 128, got 96" in str(preparation.unsupported(96, tokens(size=96)))
     reason = preparation.unsupported(64, tokens(), tokens(jnp.float8_e4m3fn))
     assert "float32, bfloat16 or float16 tokens, got float8_e4m3fn" in str(reason)
-    large = [tokens(length=length * 2**16, heads=128, size=128) for length in (255, 256)]
-    assert preparation.unsupported(128, large[0]) is None
-    assert "fewer than 2^31 tokens" in str(preparation.unsupported(128, tokens(), large[1]))
+
+
+@pytest.mark.parametrize("batch", [1, 3, 64, 1000])
+@pytest.mark.parametrize("heads", [1, 40, 128])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_numbers_of_tokens_stay_below_32_bits_with_all_padding(batch, heads, which):
+    def unsupported(length):
+        arrays = [jax.ShapeDtypeStruct((batch, 300, heads, 128), jnp.bfloat16)] * 3
+        arrays[which] = jax.ShapeDtypeStruct((batch, length, heads, 128), jnp.bfloat16)
+        return preparation.unsupported(128, *arrays)
+
+    # By the definition, one step of 256 tokens at a time: the longest that is taken ...
+    steps = (2**31 - 1) // (batch * heads * 256) - 1
+    assert unsupported(steps * 256) is None
+    assert batch * heads * steps * 256 < 2**31
+    # ... and no token more, however far below 2^31 the tokens themselves are.
+    assert "fewer than 2^31 tokens" in str(unsupported(steps * 256 + 1))
+    assert "fewer than 2^31 tokens" in str(unsupported(2**31 // batch // heads))
+
+
+@pytest.mark.parametrize("scale", [-0.125, -20.0, 1e4])
+@pytest.mark.parametrize("call", [RAGGED, FP8_RAGGED], ids=str)
+def test_scales_of_any_sign_and_size(call, scale):
+    want, got = both(call, scale=scale)
+    assert_same(want, got)
+    assert (got.query_scale >= 0).all()
+    # The sign is in the codes: those of the other sign's, negated.
+    other = both(call, scale=-scale)[1]
+    np.testing.assert_array_equal(
+        got.query_codes.astype(np.float32), -other.query_codes.astype(np.float32)
+    )

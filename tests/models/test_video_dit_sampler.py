@@ -143,3 +143,11 @@ def test_velocity_error_counts_noisy_frames_only():
 
     errors = flow.velocity_errors(wrong, video, noise, jnp.full(2, 0.5), jnp.array([1, 3]))
     np.testing.assert_allclose(errors, 0.25, rtol=1e-4)
+
+
+def test_sampling_under_strict_promotion_is_the_same(model):
+    condition, noise = jnp.zeros((1, 2, 8, 8, 3)), sampler.draw_noise(1, (1, 4, 8, 8, 3))
+    want = sampler.continue_clip(model, condition, noise, num_steps=2)
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        video = sampler.continue_clip(model, condition, noise, num_steps=2)
+    np.testing.assert_allclose(video, want, atol=1e-6)
