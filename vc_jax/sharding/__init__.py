@@ -5,10 +5,12 @@
 
 from ._attention import sharded_attention, sharded_attention_step
 from ._communication import Communication, Transfer, communication
+from ._plan import Method
 from ._state import init_state
 
 __all__ = [
     "Communication",
+    "Method",
     "Transfer",
     "communication",
     "init_state",
