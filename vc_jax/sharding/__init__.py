@@ -6,6 +6,7 @@
 from ._attention import sharded_attention, sharded_attention_step
 from ._communication import Communication, Transfer, communication
 from ._plan import Method
+from ._ring import merge
 from ._state import init_state
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "Transfer",
     "communication",
     "init_state",
+    "merge",
     "sharded_attention",
     "sharded_attention_step",
 ]
