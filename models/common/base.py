@@ -7,7 +7,9 @@ from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array
@@ -87,6 +89,18 @@ def run_blocks(
 
 def _slice(tree: Any, index: int) -> Any:
     return jax.tree.map(lambda x: x[index], tree)
+
+
+def _make_folder(folder: Path, config: str) -> Exception | None:
+    """A folder for a model, with its configuration; or why it cannot be one."""
+    if folder.is_dir() and any(folder.glob("*.safetensors*")):
+        return ValueError(f"path: {folder} already holds safetensors")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(config + "\n")
+    except OSError as error:
+        return error
+    return None
 
 
 class VideoTransformer(nnx.Module):
@@ -215,6 +229,9 @@ class VideoTransformer(nnx.Module):
     ) -> None:
         """Writes `config.json` and safetensors in a layout; loading them again is exact.
 
+        Of a model that is spread over processes, all have to call it: the first one writes, and the
+        others return when it is done.
+
         Files beside the transformer (scheduler, guider, index), from which `sampling` may come, are
         not written: copy them, or pass `sampling=` when loading.
 
@@ -229,13 +246,20 @@ class VideoTransformer(nnx.Module):
         """
         if layout not in self.layouts:
             raise ValueError(f"layout: expected one of {sorted(self.layouts)}, got {layout!r}")
-        folder = Path(path)
-        if folder.is_dir() and any(folder.glob("*.safetensors*")):
-            raise ValueError(f"path: {folder} already holds safetensors")
-        folder.mkdir(parents=True, exist_ok=True)
+        folder, spread = Path(path), checkpoint.is_spread(self)
         text = json.dumps(self.config.to_dict(layout), indent=2)
-        (folder / "config.json").write_text(text + "\n")
+        problem = None
+        if not spread or jax.process_index() == 0:
+            problem = _make_folder(folder, text)
+        # All processes or none: one that raised alone would leave the others waiting.
+        refused = problem is not None
+        if spread:
+            refused = bool(multihost_utils.broadcast_one_to_all(np.int32(refused)))
+        if refused:
+            raise problem or ValueError(f"path: the first process cannot write to {folder}")
         checkpoint.save(self, self.layouts[layout](self.config), folder, max_shard_bytes)
+        if spread:
+            multihost_utils.sync_global_devices("written")
 
     def in_use(self) -> Self:
         """The model with the parameters outside its blocks as they are multiplied with: on a mesh

@@ -279,8 +279,19 @@ def _in_parts(entry: Entry, reader: Reader, target: Any, place: NamedSharding) -
     return stack
 
 
+def is_spread(model: nnx.Module) -> bool:
+    """Whether other processes hold parts of the model's parameters."""
+    leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
+    return not all(leaf.is_fully_addressable for leaf in leaves)
+
+
 def save(model: nnx.Module, layout: TensorMap, folder: Path, max_shard_bytes: int) -> None:
-    """Writes a model's parameters, holding one shard in host memory at a time."""
+    """Writes a model's parameters, holding one shard in host memory at a time.
+
+    Where they are spread over processes, all of them bring a tensor together at a time, and the
+    first one writes.
+    """
+    writes = not is_spread(model) or jax.process_index() == 0
     flat = nnx.to_flat_state(nnx.state(model))
     parameters = {".".join(map(str, path)): leaf[...] for path, leaf in flat}
     shards: list[list[tuple[str, Entry, int, int]]] = [[]]
@@ -301,10 +312,13 @@ def save(model: nnx.Module, layout: TensorMap, folder: Path, max_shard_bytes: in
         file = "diffusion_pytorch_model.safetensors"
         if len(shards) > 1:
             file = f"diffusion_pytorch_model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = dict(_file_tensors(shard, parameters))
-        save_file(tensors, folder / file, metadata={"format": "pt"})
+        made = _file_tensors(shard, parameters)
+        # The others take part in bringing a tensor together, and let it go.
+        tensors = {name: tensor for name, tensor in made if writes}
+        if writes:
+            save_file(tensors, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)
-    if len(shards) > 1:
+    if writes and len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         name = "diffusion_pytorch_model.safetensors.index.json"
         (folder / name).write_text(json.dumps(index, indent=2) + "\n")
@@ -315,5 +329,24 @@ def _file_tensors(
 ) -> Iterator[tuple[str, np.ndarray]]:
     for name, entry, layer, index in shard:
         parameter = parameters[entry.parameter]
-        array = np.asarray(parameter if entry.layers is None else parameter[layer])
+        array = _on_host(parameter, None if entry.layers is None else layer)
         yield name, np.ascontiguousarray(entry.save(array)[index])
+
+
+def _on_host(parameter: jax.Array, layer: int | None) -> np.ndarray:
+    """A parameter, or one layer of it, wherever its parts are."""
+    if parameter.is_fully_addressable:
+        return np.asarray(parameter if layer is None else parameter[layer])
+    assert isinstance(parameter.sharding, NamedSharding)
+    whole = NamedSharding(parameter.sharding.mesh, PartitionSpec())
+    return np.asarray(_brought_together(whole, layer is not None)(parameter, layer or 0))
+
+
+@functools.cache
+def _brought_together(whole: NamedSharding, stacked: bool) -> Callable[[jax.Array, int], jax.Array]:
+    def one(parameter: jax.Array, layer: jax.Array) -> jax.Array:
+        if not stacked:
+            return parameter
+        return jax.lax.dynamic_index_in_dim(parameter, layer, 0, keepdims=False)
+
+    return jax.jit(one, out_shardings=whole)
