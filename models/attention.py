@@ -16,8 +16,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 import vc_jax
+import vc_jax.sharding
 
 from .common.checks import check_flags, check_index
+from .mesh import ModelMesh
 
 AttentionFunction = Callable[..., Any]
 """Has the signature of `jax.nn.dot_product_attention`."""
@@ -63,6 +65,16 @@ def attention_function(attention: AttentionLike, name: str = "attention") -> Att
     if callable(attention):
         return attention
     return functools.partial(vc_jax.dot_product_attention, config=attention)
+
+
+def attention_to_text(attention: AttentionLike, mesh: ModelMesh | None) -> AttentionFunction:
+    """The function behind a `cross_attention=` argument, from rows on a mesh to a text's.
+
+    Raises:
+      ValueError, TypeError: as `check_attention`.
+    """
+    function = attention_function(attention, "cross_attention")
+    return function if mesh is None else mesh.by_rows(function)
 
 
 def uses_state(attention: AttentionLike) -> bool:
@@ -158,6 +170,7 @@ def attend(
     state: vc_jax.AttentionState | None,
     high_precision: Bool[Array, ""] | None,
     key_value_seq_lengths: Int[Array, "b"] | None = None,
+    mesh: ModelMesh | None = None,
 ) -> tuple[Float[Array, "b t n h"], vc_jax.AttentionState | None]:
     """One self-attention call of one layer, and the layer's new state.
 
@@ -168,6 +181,7 @@ def attend(
       state: this layer's state, or None.
       high_precision: this layer's flag at this step; a traced branch to `"bf16"`, or None.
       key_value_seq_lengths: valid keys of each item, if some are pads.
+      mesh: where the rows lie; a callable `attention` is left to XLA's partitioner there.
 
     Raises:
       ValueError: a state with a callable `attention`.
@@ -176,16 +190,26 @@ def attend(
     if key_value_seq_lengths is not None:
         lengths["key_value_seq_lengths"] = key_value_seq_lengths
 
+    step: Callable[..., Any] = vc_jax.attention_step
+    if mesh is not None:
+        step = functools.partial(vc_jax.sharding.sharded_attention_step, **mesh.attention_axes)
+
+    def self_attention(attention: AttentionLike) -> AttentionFunction:
+        if mesh is None or callable(attention):
+            return attention_function(attention)
+        call = vc_jax.sharding.sharded_attention
+        return functools.partial(call, config=attention, **mesh.attention_axes)
+
     def low(
         query: Array, key: Array, value: Array, state: vc_jax.AttentionState | None
     ) -> tuple[Any, vc_jax.AttentionState | None]:
         if state is None:
-            return attention_function(attention)(query, key, value, **lengths), None
+            return self_attention(attention)(query, key, value, **lengths), None
         if callable(attention):
             raise ValueError("control.state: a callable attention keeps no state; pass a preset")
         assert control.step is not None  # checked by per_layer
         assert control.schedule is not None  # likewise
-        attended: Any = vc_jax.attention_step(
+        attended: Any = step(
             query,
             key,
             value,
@@ -200,7 +224,7 @@ def attend(
     def high(
         query: Array, key: Array, value: Array, state: vc_jax.AttentionState | None
     ) -> tuple[Any, vc_jax.AttentionState | None]:
-        return attention_function("bf16")(query, key, value, **lengths), state
+        return self_attention("bf16")(query, key, value, **lengths), state
 
     if high_precision is None:
         return low(query, key, value, state)

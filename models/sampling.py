@@ -24,6 +24,7 @@ from .attention import AttentionControl, ModelState, uses_state
 from .common.base import Latents, VideoTransformer
 from .common.checks import check_flags
 from .common.schedulers import Sampling
+from .mesh import ModelMesh
 
 Parts = dict[str, Array]
 """Latents by what they are of, also where there is only video."""
@@ -59,6 +60,9 @@ def sample(
       bf16_steps_mask: bool [steps], likewise.
       progress: a bar on stderr.
 
+    A model with a mesh is sampled on all of its devices. Arrays that are not on the mesh must then
+    be the same in all processes, and every process gets the whole result.
+
     Returns:
       Latents in float32.
 
@@ -89,11 +93,11 @@ def sample(
     ):
         if mask is not None:
             check_flags(name, mask)
-    graphs, parameters = [], []
-    for expert in experts:
-        graph, state = nnx.split(expert)
-        graphs.append(graph)
-        parameters.append(state)
+    graphs, parameters = map(list, zip(*map(nnx.split, experts)))
+    if model.mesh is not None:
+        _check_batch(latents, negative, model.mesh)
+        everything = parameters, latents, conditioning, negative
+        parameters, latents, conditioning, negative = model.mesh.whole(everything)
     if progress:
         _bar.start(sampling.num_steps)
     result = _run(
@@ -144,7 +148,7 @@ def _run(
     def evaluate(
         which: int, parts: Parts, index: Array, state: ModelState | None
     ) -> tuple[Parts, ModelState | None]:
-        expert = nnx.merge(graphs[which], parameters[which])
+        expert = nnx.merge(graphs[which], parameters[which]).in_use()
         given: Any = parts["video"] if single else parts
         now: Any = {name: table[index] for name, table in times.items()}
         if single:
@@ -152,10 +156,14 @@ def _run(
         given = expert.impose(given, conditioning)
         if negative is not None:
             given = jnp.concatenate([given, given])
+        if expert.mesh is not None:
+            given = expert.mesh.clips(given)
         own = state if keeps[which] else None
         control = AttentionControl(own, index, *policies, schedule=schedule)
         extra: Any = {"next_time": following[index]} if expert.needs_next_time else {}
         velocity, own = expert.denoise(given, now, both, control, **extra)
+        if expert.mesh is not None:
+            velocity = expert.mesh.clips(velocity)
         state = own if keeps[which] else state
         velocities = velocity if isinstance(velocity, dict) else {"video": velocity}
         if negative is not None:
@@ -205,7 +213,8 @@ def _run(
     memories = {name: solvers[name].init(parts[name]) for name in parts}
     steps = jnp.arange(sampling.num_steps, dtype=jnp.int32)
     (parts, _, _), _ = jax.lax.scan(step, (parts, memories, state), steps)
-    return model.impose(parts["video"] if single else parts, conditioning)
+    result = model.impose(parts["video"] if single else parts, conditioning)
+    return result if model.mesh is None else model.mesh.constrained(result)
 
 
 def _check_modes(
@@ -228,12 +237,25 @@ def _check_modes(
         raise ValueError("latents: a dict of `video` and `audio` goes with sampling.audio_shift")
 
 
+def _check_batch(latents: Latents, negative: dict[str, Any] | None, mesh: ModelMesh) -> None:
+    """The guided halves are clips of the batch."""
+    clips = jax.tree.leaves(latents)[0].shape[0] * (1 if negative is None else 2)
+    parts = mesh.size(mesh.batch_axis)
+    if clips % parts:
+        halves = "" if negative is None else ", guided halves included"
+        raise ValueError(
+            f"latents: {clips} clips{halves}, are not divided by the {parts} devices of batch_axis"
+        )
+
+
 def _check_low_noise_model(expert: VideoTransformer, model: VideoTransformer) -> None:
     """The experts share latents, conditioning, state and masks over layers."""
     if type(expert) is not type(model):
         raise TypeError(
             f"low_noise_model: expected a {type(model).__name__}, got {type(expert).__name__}"
         )
+    if expert.mesh != model.mesh:
+        raise ValueError(f"low_noise_model: expected model's mesh {model.mesh}, got {expert.mesh}")
     differences = [
         f"{field.name} {getattr(expert.config, field.name)} in place of "
         f"{getattr(model.config, field.name)}"

@@ -16,10 +16,10 @@ import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
-from ._command_line import Parser, complain, once, pair, path
+from ._command_line import Parser, complain, once, pair, path, sizes
 from ._streams import open_streams
 
-BENCHMARKS = ("attention", "preprocess", "end-to-end", "fidelity")
+BENCHMARKS = ("attention", "preprocess", "end-to-end", "fidelity", "sharded")
 _PRESETS = ("bf16", "int8", "fp8", "nvfp4")
 _NOT_FINITE = 3
 _SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
@@ -109,6 +109,12 @@ def _add_sample(commands) -> None:
         metavar="FILE",
         help="safetensors file to use instead of the shipped weights",
     )
+    add(
+        "--mesh",
+        type=sizes,
+        metavar="AXIS=N,...",
+        help="spread the clip's tokens over several devices: batch=1,seq=2 (default: one device)",
+    )
 
 
 def _add_bench(commands) -> None:
@@ -146,6 +152,7 @@ def _run_sample(arguments: argparse.Namespace) -> int:
         size=arguments.size,
         seed=arguments.seed,
         weights=arguments.weights,
+        mesh=arguments.mesh,
     )
     # The report says which implementation runs.
     warnings.filterwarnings("ignore", message="a long attention call runs on the slow XLA")

@@ -79,6 +79,19 @@ def positive[Number: (int, float)](kind: Callable[[str], Number]) -> Callable[[s
     return convert
 
 
+def sizes(text: str) -> dict[str, int]:
+    """Sizes of a mesh's axes: `"batch=1,seq=2"` to `{"batch": 1, "seq": 2}`."""
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if not (name.isidentifier() and size.isdecimal() and len(size) < 10) or name in found:
+            raise argparse.ArgumentTypeError(
+                f"must be AXIS=N,... with each axis once, for example batch=1,seq=2, got {text!r}"
+            )
+        found[name] = int(size)
+    return found
+
+
 def pair(text: str, what: str, example: str) -> tuple[int, int]:
     """Two integers with an x between them: `"88x160"` to (88, 160)."""
     try:

@@ -7,13 +7,18 @@ from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
 import vc_jax
+import vc_jax.sharding
 
 from ..attention import AttentionControl, AttentionLike, ModelState, check_attention
+from ..mesh import ModelMesh, roles_of
 from . import checkpoint, release
 from .checks import Dims, check_flags, check_float_dtype, check_shape
 from .schedulers import Sampling
@@ -42,6 +47,7 @@ def run_blocks(
     *,
     scan: bool = True,
     remat: bool = False,
+    mesh: ModelMesh | None = None,
 ) -> tuple[Any, Any]:
     """Runs stacked blocks in order: `body(block, carry, layer_inputs) -> (carry, layer_outputs)`.
 
@@ -53,15 +59,22 @@ def run_blocks(
       scan: one compiled block in a `lax.scan`, or a Python loop (longer to compile; shows every
         layer to callbacks and profilers).
       remat: recompute each layer in the backward pass.
+      mesh: where the layers run; the carry is rows of tokens [B, S, ...] (or several such arrays).
 
     Returns:
       The last carry and the layers' outputs stacked on a leading axis.
     """
     graphdef, parameters = nnx.split(blocks)
 
+    roles = None if mesh is None else roles_of(blocks)
+
     def layer(carry: Any, inputs: Any) -> tuple[Any, Any]:
         parameters, extra = inputs
-        return body(nnx.merge(graphdef, parameters), carry, extra)
+        if mesh is None or roles is None:
+            return body(nnx.merge(graphdef, parameters), carry, extra)
+        parameters = mesh.gathered(parameters, roles)
+        carry, output = body(nnx.merge(graphdef, parameters), mesh.rows(carry), extra)
+        return mesh.rows(carry), output
 
     if remat:
         layer = jax.checkpoint(layer, prevent_cse=not scan)
@@ -78,12 +91,24 @@ def _slice(tree: Any, index: int) -> Any:
     return jax.tree.map(lambda x: x[index], tree)
 
 
+def _make_folder(folder: Path, config: str) -> Exception | None:
+    """A folder for a model, with its configuration; or why it cannot be one."""
+    if folder.is_dir() and any(folder.glob("*.safetensors*")):
+        return ValueError(f"path: {folder} already holds safetensors")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(config + "\n")
+    except OSError as error:
+        return error
+    return None
+
+
 class VideoTransformer(nnx.Module):
     """Base of the ported models.
 
     A subclass sets `config_class` and `layouts` (checkpoint layouts by name), and takes
-    `(config, *, attention, cross_attention, dtype, scan_layers, remat, rngs)`. An unknown attention
-    is refused before anything is made: `ValueError` or `TypeError` by argument.
+    `(config, *, attention, cross_attention, dtype, scan_layers, remat, mesh, rngs)`. An unknown
+    attention is refused before anything is made: `ValueError` or `TypeError` by argument.
     """
 
     config_class: ClassVar[type]
@@ -96,6 +121,7 @@ class VideoTransformer(nnx.Module):
     attention: AttentionLike
     scan_layers: bool
     remat: bool
+    mesh: ModelMesh | None
     sampling: Sampling
     """How the model is sampled; `sampling.origins()` tells where each number came from."""
 
@@ -108,6 +134,7 @@ class VideoTransformer(nnx.Module):
         dtype: DTypeLike = jnp.bfloat16,
         scan_layers: bool = True,
         remat: bool = False,
+        mesh: ModelMesh | Mesh | None = None,
     ):
         if not isinstance(config, self.config_class):
             expected = self.config_class.__name__
@@ -121,6 +148,7 @@ class VideoTransformer(nnx.Module):
         self.dtype = jnp.dtype(dtype)
         self.scan_layers = scan_layers
         self.remat = remat
+        self.mesh = None if mesh is None else ModelMesh.of(mesh)
         self.sampling = release.attributed(*self.release_sampling(None))
 
     @classmethod
@@ -131,6 +159,7 @@ class VideoTransformer(nnx.Module):
         config: Any = None,
         dtype: DTypeLike = jnp.bfloat16,
         sharding: checkpoint.ShardingLike = None,
+        mesh: ModelMesh | Mesh | None = None,
         sampling: Sampling | None = None,
         variant: str | None = None,
         **options: Any,
@@ -147,6 +176,8 @@ class VideoTransformer(nnx.Module):
             peer keeps in float32 stay float32.
           sharding: a `jax.sharding.Sharding` for every parameter, or a function of the
             parameter's dotted name and shape that returns one; None for the default device.
+          mesh: the model runs on it (`vc_jax.models.mesh`), its parameters are stored in parts as
+            its layers say. Every process reads the parts of its own devices only.
           sampling: overrides what the checkpoint's files (see `release`) and the constants of the
             release say; `model.sampling` tells where each number came from.
           variant: which of several copies in a folder: `"ema"` for `model_ema.safetensors`,
@@ -164,13 +195,16 @@ class VideoTransformer(nnx.Module):
         for name in ("attention", "cross_attention"):
             if name in options:
                 check_attention(options[name], name)
+        if mesh is not None and sharding is not None:
+            raise ValueError("sharding: mesh says where parameters are; pass one of them")
+        mesh = None if mesh is None else ModelMesh.of(mesh)
         check_float_dtype("dtype", dtype)
         reader = checkpoint.Reader(path, variant)
         if config is None:
             config = reader.config(cls.config_class)
         config = cls.adapt_config(config, reader.shapes)
         abstract = nnx.eval_shape(
-            lambda: cls(config, dtype=dtype, rngs=nnx.Rngs(0), **options)  # type: ignore[call-arg]
+            lambda: cls(config, dtype=dtype, mesh=mesh, rngs=nnx.Rngs(0), **options)  # type: ignore[call-arg]
         )
         name = checkpoint.detect_layout(
             {name: layout(config) for name, layout in cls.layouts.items()}, reader
@@ -181,6 +215,8 @@ class VideoTransformer(nnx.Module):
             said = release.settings(constants[0], files)
             sampling = release.attributed(*constants, said)
         abstract.sampling = sampling
+        if mesh is not None:
+            sharding = mesh.parameter_sharding(abstract)
         return checkpoint.load(abstract, cls.layouts[name](config), reader, sharding)
 
     @classmethod
@@ -192,6 +228,9 @@ class VideoTransformer(nnx.Module):
         self, path: str | Path, *, layout: str = "diffusers", max_shard_bytes: int = 5 * 10**9
     ) -> None:
         """Writes `config.json` and safetensors in a layout; loading them again is exact.
+
+        Of a model that is spread over processes, all have to call it: the first one writes, and the
+        others return when it is done.
 
         Files beside the transformer (scheduler, guider, index), from which `sampling` may come, are
         not written: copy them, or pass `sampling=` when loading.
@@ -207,13 +246,28 @@ class VideoTransformer(nnx.Module):
         """
         if layout not in self.layouts:
             raise ValueError(f"layout: expected one of {sorted(self.layouts)}, got {layout!r}")
-        folder = Path(path)
-        if folder.is_dir() and any(folder.glob("*.safetensors*")):
-            raise ValueError(f"path: {folder} already holds safetensors")
-        folder.mkdir(parents=True, exist_ok=True)
+        folder, spread = Path(path), checkpoint.is_spread(self)
         text = json.dumps(self.config.to_dict(layout), indent=2)
-        (folder / "config.json").write_text(text + "\n")
+        problem = None
+        if not spread or jax.process_index() == 0:
+            problem = _make_folder(folder, text)
+        # All processes or none: one that raised alone would leave the others waiting.
+        refused = problem is not None
+        if spread:
+            refused = bool(multihost_utils.broadcast_one_to_all(np.int32(refused)))
+        if refused:
+            raise problem or ValueError(f"path: the first process cannot write to {folder}")
         checkpoint.save(self, self.layouts[layout](self.config), folder, max_shard_bytes)
+        if spread:
+            multihost_utils.sync_global_devices("written")
+
+    def in_use(self) -> Self:
+        """The model with the parameters outside its blocks as they are multiplied with: on a mesh
+        brought together along `fsdp_axis`, once instead of wherever one is used."""
+        if self.mesh is None:
+            return self
+        graphdef, blocks, rest = nnx.split(self, nnx.PathContains("blocks", exact=True), ...)
+        return nnx.merge(graphdef, blocks, self.mesh.gathered(rest, roles_of(self)))
 
     def num_parameters(self) -> int:
         """Number of parameters; works on an abstract model (`nnx.eval_shape`) too."""
@@ -308,11 +362,10 @@ class VideoTransformer(nnx.Module):
         """
         if callable(self.attention):
             raise ValueError("attention: a callable keeps no state; pass a preset or a config")
-        return vc_jax.init_state(
-            self.attention,
-            batch,
-            kv_length,
-            self.config.num_heads,
-            self.config.head_dim,
-            layers=self.config.num_layers,
+        config = self.config
+        sizes = (batch, kv_length, config.num_heads, config.head_dim)
+        if self.mesh is None:
+            return vc_jax.init_state(self.attention, *sizes, layers=config.num_layers)
+        return vc_jax.sharding.init_state(
+            self.attention, *sizes, layers=config.num_layers, **self.mesh.attention_axes
         )

@@ -126,21 +126,30 @@ class Reader:
         raw = self._named[name]
         file = self._file_of[raw]
         if self._dtypes[name] in quantised.FP8:
-            return self._fp8(file, raw)
+            # safetensors' own reading into NumPy knows no FP8.
+            return np.array(self._map(file, raw))
         return self._open[file].get_tensor(raw)
 
-    def _fp8(self, file: Path, name: str) -> np.ndarray:
-        """safetensors' own reading into NumPy knows no FP8. A file is the header's length in 8
-        bytes, the header as JSON, and the tensors at offsets from its end."""
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if file not in self._headers:
-                self._headers[file] = json.loads(stream.read(length))
-            entry = self._headers[file][name]
-            begin, end = entry["data_offsets"]
-            stream.seek(8 + length + begin)
-            data = np.frombuffer(stream.read(end - begin), quantised.FP8[entry["dtype"]])
-        return data.reshape(entry["shape"])
+    def mapped(self, name: str) -> np.ndarray:
+        """As `read`, but the file is read where the array is looked at: a view of it can be of a
+        part. What the file scales is read whole."""
+        entry = self._stored[name]
+        if entry.scale is not None:
+            return self.read(name)
+        raw = self._named[entry.tensor]
+        return self._map(self._file_of[raw], raw)
+
+    def _map(self, file: Path, name: str) -> np.ndarray:
+        """A file is the header's length in 8 bytes, the header as JSON, and the tensors at offsets
+        from its end."""
+        if file not in self._headers:
+            with file.open("rb") as stream:
+                length = int.from_bytes(stream.read(8), "little")
+                self._headers[file] = json.loads(stream.read(length)) | {"": 8 + length}
+        header = self._headers[file]
+        entry = header[name]
+        dtype, begin = quantised.DTYPES[entry["dtype"]], entry["data_offsets"][0]
+        return np.memmap(file, dtype, "r", header[""] + begin, tuple(entry["shape"]))
 
 
 def _copies(name: str, first: Path, second: Path) -> str:
@@ -200,8 +209,9 @@ def load[Model: nnx.Module](
 ) -> Model:
     """An abstract model (`nnx.eval_shape`) with the parameters of a checkpoint.
 
-    One tensor is in host memory at a time: it is cast to the parameter's dtype and written into
-    the (sharded) device array of its stack, whose buffer is donated.
+    One tensor is in host memory at a time, of a parameter on a mesh only the parts of this process:
+    it is cast to the parameter's dtype and written into the device array of its stack, whose buffer
+    is donated.
 
     Raises:
       CheckpointError: see `check`.
@@ -220,13 +230,15 @@ def load[Model: nnx.Module](
             arrays = [reader.read(name.format(layer)) for name in entry.names]
             return np.ascontiguousarray(entry.load(*arrays), dtype)
 
-        if entry.layers is None:
+        if isinstance(place, NamedSharding):
+            variable.set_value(_in_parts(entry, reader, target, place))
+        elif entry.layers is None:
             variable.set_value(jax.device_put(tensor(0), place))
         else:
             stack = jnp.zeros(target.shape, target.dtype, device=place)
             update = _layer_update(stack.sharding)
             for layer in range(entry.layers):
-                piece = jax.device_put(tensor(layer), _layer_sharding(place))
+                piece = jax.device_put(tensor(layer), place)
                 # Without the wait, pieces in flight would pile up in host memory.
                 stack = jax.block_until_ready(update(stack, piece, layer))
             variable.set_value(stack)
@@ -243,15 +255,43 @@ def _layer_update(sharding: Sharding) -> Callable[[jax.Array, jax.Array, int], j
     return jax.jit(update, donate_argnums=0, out_shardings=sharding)
 
 
-def _layer_sharding(sharding: Sharding | None) -> Sharding | None:
-    """The sharding of one layer of a stack, where the stack's can say it."""
-    if isinstance(sharding, NamedSharding):
-        return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
-    return sharding
+def _in_parts(entry: Entry, reader: Reader, target: Any, place: NamedSharding) -> jax.Array:
+    """A parameter on a mesh; this process reads and holds the parts of its own devices, a layer at
+    a time."""
+
+    def layer_of(layer: int, shape: Shape, place: NamedSharding) -> jax.Array:
+        tensors = [reader.mapped(name.format(layer)) for name in entry.names]
+
+        @functools.cache  # devices that hold the same part
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            return np.ascontiguousarray(entry.part(tensors, index), target.dtype)
+
+        return jax.make_array_from_callback(shape, place, part)
+
+    if entry.layers is None:
+        return layer_of(0, target.shape, place)
+    stack = jnp.zeros(target.shape, target.dtype, device=place)
+    update = _layer_update(place)
+    of_layer = NamedSharding(place.mesh, PartitionSpec(*place.spec[1:]))
+    for layer in range(entry.layers):
+        piece = layer_of(layer, target.shape[1:], of_layer)
+        stack = jax.block_until_ready(update(stack, piece, layer))
+    return stack
+
+
+def is_spread(model: nnx.Module) -> bool:
+    """Whether other processes hold parts of the model's parameters."""
+    leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
+    return not all(leaf.is_fully_addressable for leaf in leaves)
 
 
 def save(model: nnx.Module, layout: TensorMap, folder: Path, max_shard_bytes: int) -> None:
-    """Writes a model's parameters, holding one shard in host memory at a time."""
+    """Writes a model's parameters, holding one shard in host memory at a time.
+
+    Where they are spread over processes, all of them bring a tensor together at a time, and the
+    first one writes.
+    """
+    writes = not is_spread(model) or jax.process_index() == 0
     flat = nnx.to_flat_state(nnx.state(model))
     parameters = {".".join(map(str, path)): leaf[...] for path, leaf in flat}
     shards: list[list[tuple[str, Entry, int, int]]] = [[]]
@@ -272,10 +312,13 @@ def save(model: nnx.Module, layout: TensorMap, folder: Path, max_shard_bytes: in
         file = "diffusion_pytorch_model.safetensors"
         if len(shards) > 1:
             file = f"diffusion_pytorch_model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = dict(_file_tensors(shard, parameters))
-        save_file(tensors, folder / file, metadata={"format": "pt"})
+        made = _file_tensors(shard, parameters)
+        # The others take part in bringing a tensor together, and let it go.
+        tensors = {name: tensor for name, tensor in made if writes}
+        if writes:
+            save_file(tensors, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)
-    if len(shards) > 1:
+    if writes and len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         name = "diffusion_pytorch_model.safetensors.index.json"
         (folder / name).write_text(json.dumps(index, indent=2) + "\n")
@@ -286,5 +329,24 @@ def _file_tensors(
 ) -> Iterator[tuple[str, np.ndarray]]:
     for name, entry, layer, index in shard:
         parameter = parameters[entry.parameter]
-        array = np.asarray(parameter if entry.layers is None else parameter[layer])
+        array = _on_host(parameter, None if entry.layers is None else layer)
         yield name, np.ascontiguousarray(entry.save(array)[index])
+
+
+def _on_host(parameter: jax.Array, layer: int | None) -> np.ndarray:
+    """A parameter, or one layer of it, wherever its parts are."""
+    if parameter.is_fully_addressable:
+        return np.asarray(parameter if layer is None else parameter[layer])
+    assert isinstance(parameter.sharding, NamedSharding)
+    whole = NamedSharding(parameter.sharding.mesh, PartitionSpec())
+    return np.asarray(_brought_together(whole, layer is not None)(parameter, layer or 0))
+
+
+@functools.cache
+def _brought_together(whole: NamedSharding, stacked: bool) -> Callable[[jax.Array, int], jax.Array]:
+    def one(parameter: jax.Array, layer: jax.Array) -> jax.Array:
+        if not stacked:
+            return parameter
+        return jax.lax.dynamic_index_in_dim(parameter, layer, 0, keepdims=False)
+
+    return jax.jit(one, out_shardings=whole)

@@ -45,13 +45,20 @@ def _described(dims: Dims) -> str:
     return f"[{', '.join(axes)}]"
 
 
+def _known(array: Any) -> bool:
+    """Whether this process can look at the values: not in a trace, nor where others hold a part."""
+    if isinstance(array, (Tracer, jax.ShapeDtypeStruct)):
+        return False
+    return not isinstance(array, jax.Array) or array.is_fully_addressable
+
+
 def check_flags(name: str, flags: Any) -> None:
     """Refuses what a cast to bool would silently turn into something else, as an additive mask.
 
     Raises:
       ValueError: known values other than 0 and 1 (or False and True); names the argument.
     """
-    if isinstance(flags, (Tracer, jax.ShapeDtypeStruct)):
+    if not _known(flags):
         return
     known = np.asarray(flags)
     if known.dtype != bool and not np.all((known == 0) | (known == 1)):
@@ -104,7 +111,7 @@ def check_index(name: str, index: Any, size: int | None) -> None:
     if not number or np.ndim(index) or not jnp.issubdtype(jnp.result_type(index), jnp.integer):
         got = f"shape {list(np.shape(index))}" if number and np.ndim(index) else repr(index)
         raise TypeError(f"{name} must be an integer scalar, got {got}")
-    if isinstance(index, (Tracer, jax.ShapeDtypeStruct)):
+    if not _known(index):
         return
     known = int(index)
     if known < 0 or (size is not None and known >= size):
@@ -118,7 +125,7 @@ def check_indices(name: str, indices: Any, size: int) -> None:
     Raises:
       ValueError: names the argument; a gather would clip such an index, a scatter drop it.
     """
-    if isinstance(indices, (Tracer, jax.ShapeDtypeStruct)):
+    if not _known(indices):
         return
     known = np.asarray(indices)
     if known.size and (known.min() < 0 or known.max() >= size):

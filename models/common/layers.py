@@ -3,10 +3,14 @@
 Dimension letters: B batch, S rows (tokens), D channels of the residual stream, N heads, H head
 dimension, G groups of rows that share one modulation (1, latent frames, or S), F frequencies.
 Norms, modulation and rotations compute in float32 and return the dtype of their input.
+
+A layer's `split` says what the last axes of its parameters may be split over on a mesh
+(`vc_jax.models.mesh`).
 """
 
 import math
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +57,8 @@ class HeadsIn(nnx.Module):
     The kernel is [D, count, N, H], so that a mesh axis can split the heads of all of them at once.
     """
 
+    split: ClassVar = {"kernel": ("fsdp", None, "tensor", None), "bias": (None, "tensor", None)}
+
     def __init__(
         self,
         features: int,
@@ -79,6 +85,8 @@ class HeadsIn(nnx.Module):
 
 class HeadsOut(nnx.Module):
     """Heads back to channels; the kernel is [N, H, D]."""
+
+    split: ClassVar = {"kernel": ("tensor", None, "fsdp")}
 
     def __init__(
         self,
@@ -147,6 +155,12 @@ class RMSNorm(nnx.Module):
 class Mlp(nnx.Module):
     """Dense, activation, dense."""
 
+    split: ClassVar = {
+        "fc_in.kernel": ("fsdp", "tensor"),
+        "fc_in.bias": ("tensor",),
+        "fc_out.kernel": ("tensor", "fsdp"),
+    }
+
     def __init__(
         self,
         in_features: int,
@@ -167,6 +181,11 @@ class Mlp(nnx.Module):
 
 class SwiGlu(nnx.Module):
     """value · silu(gate), projected back; gate and value are one matrix product [D, 2, hidden]."""
+
+    split: ClassVar = {
+        "gate_value": ("fsdp", None, "tensor"),
+        "fc_out.kernel": ("tensor", "fsdp"),
+    }
 
     def __init__(self, features: int, hidden: int, *, rngs: nnx.Rngs, dtype: DTypeLike):
         self.dtype = jnp.dtype(dtype)

@@ -20,6 +20,16 @@ from .tensor_map import Shape
 FP8 = {"F8_E4M3": np.dtype(jnp.float8_e4m3fn), "F8_E5M2": np.dtype(jnp.float8_e5m2)}
 """Types by their names in safetensors, which does not read them into NumPy."""
 
+DTYPES = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(jnp.bfloat16),
+    "I8": np.dtype(np.int8),
+    **FP8,
+}
+"""Of tensors that hold a model's numbers, by their names in safetensors."""
+
 _PLAIN = ("F64", "F32", "F16", "BF16")
 _SCALES = ("weight_scale", "scale_weight")
 _LEFT_OUT = ("input_scale", "scale_input")

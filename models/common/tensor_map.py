@@ -23,6 +23,8 @@ class Entry:
       load: tensors to parameter.
       save: parameter to tensors.
       layers: length of the leading layer axis, or None.
+      stacked: the axis of the parameter along which each tensor is one entry, in order, and `load`
+        takes any of them alone; None where it needs all.
     """
 
     parameter: str
@@ -31,6 +33,17 @@ class Entry:
     load: Callable[..., np.ndarray]
     save: Callable[[np.ndarray], Sequence[np.ndarray]]
     layers: int | None = None
+    stacked: int | None = None
+
+    def part(self, tensors: Sequence[np.ndarray], index: tuple[slice, ...]) -> np.ndarray:
+        """A part of the parameter (of one layer) from tensors that may lie in a file: what is not
+        of the part is not looked at, unless the layout has to copy a tensor to reorder it."""
+        axis = self.stacked
+        if axis is None:
+            return self.load(*tensors)[index]
+        chosen = range(len(tensors))[index[axis]]
+        of_one = (*index[:axis], slice(None), *index[axis + 1 :])
+        return np.concatenate([self.load(tensors[i])[of_one] for i in chosen], axis)
 
     def tensors(self) -> Iterator[tuple[str, Shape]]:
         for layer in range(self.layers or 1):
@@ -65,6 +78,7 @@ class TensorMap:
         shapes: Sequence[Shape],
         load: Callable[..., np.ndarray],
         save: Callable[[np.ndarray], Sequence[np.ndarray]],
+        stacked: int | None = None,
     ) -> None:
         self.entries.append(
             Entry(
@@ -74,6 +88,7 @@ class TensorMap:
                 load,
                 save,
                 self._layers,
+                stacked,
             )
         )
 
@@ -134,10 +149,10 @@ class TensorMap:
 
         def load(*tensors: np.ndarray) -> np.ndarray:
             tail = tensors[0].shape[1:]
-            x = tensors[0] if fused else np.concatenate(tensors)
+            x = tensors[0] if len(tensors) == 1 else np.concatenate(tensors)
             if interleaved:
                 return x.reshape(heads, count, head_dim, *tail).swapaxes(0, 1)
-            return x.reshape(count, heads, head_dim, *tail)
+            return x.reshape(-1, heads, head_dim, *tail)
 
         def save(x: np.ndarray) -> Sequence[np.ndarray]:
             tail = x.shape[3:]
@@ -152,10 +167,12 @@ class TensorMap:
             [(rows, features)] * len(names),
             lambda *tensors: np.moveaxis(load(*tensors), -1, 0),
             lambda p: save(np.moveaxis(p, 0, -1)),
+            None if fused else 1,
         )
         if bias:
             bias_names = [f"{name}.bias" for name in names]
-            self.add(f"{parameter}.bias", bias_names, [(rows,)] * len(names), load, save)
+            shapes = [(rows,)] * len(names)
+            self.add(f"{parameter}.bias", bias_names, shapes, load, save, None if fused else 0)
 
     def heads_out(
         self,
@@ -190,7 +207,8 @@ class TensorMap:
         rows = 2 * hidden // len(names)
 
         def load(*tensors: np.ndarray) -> np.ndarray:
-            x = np.concatenate(tensors).reshape(2, hidden, features)
+            x = tensors[0] if len(tensors) == 1 else np.concatenate(tensors)
+            x = x.reshape(-1, hidden, features)
             return np.moveaxis(x if gate_first else x[::-1], -1, 0)
 
         def save(p: np.ndarray) -> Sequence[np.ndarray]:
@@ -199,7 +217,8 @@ class TensorMap:
             return list(x.reshape(len(names), rows, features))
 
         shapes = [(rows, features)] * len(names)
-        self.add(parameter, [f"{name}.weight" for name in names], shapes, load, save)
+        stacked = 1 if len(names) == 2 and gate_first else None
+        self.add(parameter, [f"{name}.weight" for name in names], shapes, load, save, stacked)
 
     def layer_norm(self, parameter: str, name: str, features: int) -> None:
         self.reshaped(f"{parameter}.scale", f"{name}.weight", (features,))

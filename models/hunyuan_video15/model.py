@@ -243,6 +243,7 @@ class HunyuanVideo15(VideoTransformer):
                     state,
                     flag,
                     key_value_seq_lengths=lengths,
+                    mesh=self.mesh,
                 )
 
             video, text, state = block(*carry, condition, rope, joint_attention)
@@ -255,6 +256,7 @@ class HunyuanVideo15(VideoTransformer):
             control.per_layer(self.config.num_layers),
             scan=self.scan_layers,
             remat=self.remat,
+            mesh=self.mesh,
         )
         return video, text, state
 

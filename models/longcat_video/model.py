@@ -23,7 +23,7 @@ from ..attention import (
     AttentionControl,
     ModelState,
     attend,
-    attention_function,
+    attention_to_text,
 )
 from ..common import checks, layers
 from ..common.base import VideoTransformer, run_blocks, stack_blocks
@@ -150,7 +150,7 @@ class LongCatVideo(VideoTransformer):
         clean = 0 if kv_cache is not None else num_cond_latents
         active = jax.nn.silu(self.time_embedding(timestep, grid[0], clean))
         context, mask = self.context(text, None if text_mask is None else jnp.asarray(text_mask))
-        cross = attention_function(self.cross_attention, "cross_attention")
+        cross = attention_to_text(self.cross_attention, self.mesh)
         # Frames in a cache come before these.
         before = 0 if kv_cache is None else num_cond_latents
         rope = self.rope((before + grid[0], *grid[1:]))
@@ -176,9 +176,8 @@ class LongCatVideo(VideoTransformer):
             return x, (state, kept if return_kv else None)
 
         per_layer = (control.per_layer(config.num_layers), kv_cache)
-        x, (state, kept) = run_blocks(
-            self.blocks, body, x, per_layer, scan=self.scan_layers, remat=self.remat
-        )
+        options: dict[str, Any] = {"scan": self.scan_layers, "remat": self.remat}
+        x, (state, kept) = run_blocks(self.blocks, body, x, per_layer, mesh=self.mesh, **options)
         shift, scale = jnp.split(self.final_modulation(active), 2, axis=-1)
         rows = self.head(layers.modulated(self.final_norm, x.astype(jnp.float32), shift, scale))
         out = layers.unpatchify(rows, grid, config.patch, channels_first=False)
@@ -221,14 +220,22 @@ class LongCatVideo(VideoTransformer):
         states: dict[str, Any] = state if state is not None else {"noise": None, "cond": None}
         if cond_rows and "cond" not in states:
             raise ValueError("control.state: needs `cond`; see init_attention_state")
+        where: dict[str, Any] = {"mesh": self.mesh}
         attended, noise_state = attend(
-            self.attention, query[:, cond_rows:], key, value, control, states["noise"], flag
+            self.attention,
+            query[:, cond_rows:],
+            key,
+            value,
+            control,
+            states["noise"],
+            flag,
+            **where,
         )
         new: dict[str, Any] = {"noise": noise_state}
         if cond_rows:
             query, key, value = (x[:, :cond_rows] for x in (query, key, value))
             of_cond, new["cond"] = attend(
-                self.attention, query, key, value, control, states["cond"], flag
+                self.attention, query, key, value, control, states["cond"], flag, **where
             )
             attended = jnp.concatenate([of_cond, attended], axis=1)
         return attended, None if state is None else new

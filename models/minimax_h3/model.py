@@ -207,7 +207,9 @@ class MiniMaxH3(VideoTransformer):
             def self_attention(
                 query: Array, key: Array, value: Array
             ) -> tuple[Array, AttentionState | None]:
-                return attend(self.attention, query, key, value, control, state, flag)
+                return attend(
+                    self.attention, query, key, value, control, state, flag, mesh=self.mesh
+                )
 
             return block(x, active, table_rows, rope, self_attention)
 
@@ -218,6 +220,7 @@ class MiniMaxH3(VideoTransformer):
             control.per_layer(config.num_layers),
             scan=self.scan_layers,
             remat=self.remat,
+            mesh=self.mesh,
         )
         table = self.final_modulation(active).astype(jnp.float32)
         shift, scale = jnp.split(table[timestep_indices][None], 2, axis=-1)

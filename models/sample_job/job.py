@@ -20,6 +20,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+import vc_jax.sharding
+
+from ..mesh import ModelMesh
 from ..video_dit import sampler, weights
 from .clip import Clip, InputError, load_clip, to_model
 from .images import DIFFERENCE_GAIN, difference, to_bytes, write_animation, write_contact_sheet
@@ -104,8 +107,23 @@ def _prepare(options: Options) -> tuple[Clip, Task]:
         options.condition or min(4, options.frames - 1),
         sampler.draw_noise(options.seed, pixels.shape),
         options.steps or default_steps(),
+        mesh=None if options.mesh is None else ModelMesh.make(**options.mesh),
     )
+    _check_mesh(task, options)
     return clip, task
+
+
+def _check_mesh(task: Task, options: Options) -> None:
+    """Refuses, before anything is compiled, a method that cannot run on the mesh."""
+    if task.mesh is None:
+        return
+    shape = task.attention_shape()
+    for name in options.attention:
+        try:
+            axes = task.mesh.attention_axes
+            vc_jax.sharding.communication(shape, shape, shape, config=name, **axes)
+        except (ValueError, NotImplementedError) as error:
+            raise InputError(f"attention {name} cannot run on this mesh: {error}") from error
 
 
 def _measure(

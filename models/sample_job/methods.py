@@ -20,7 +20,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 import vc_jax
+import vc_jax.sharding
 
+from ..mesh import ModelMesh
 from ..video_dit import sampler
 from ..video_dit.model import VideoDiT
 
@@ -50,6 +52,7 @@ class Task:
       noise: what the sampled frames start from.
       steps: denoising steps.
       shift: of the time grid, see `sampler.time_grid`.
+      mesh: the devices that tokens are spread over; `None` for one device.
     """
 
     model: VideoDiT
@@ -58,6 +61,7 @@ class Task:
     noise: Frames
     steps: int
     shift: float = sampler.DEFAULT_SHIFT
+    mesh: ModelMesh | None = None
 
     @property
     def schedule(self) -> vc_jax.DenoisingSchedule:
@@ -129,10 +133,13 @@ class Method:
         self._doing = "compiling"
         self._done = 0
         progress(name, self._doing, 0)
-        definition, self._parameters = nnx.split(task.model, nnx.Param)
+        definition, parameters = nnx.split(task.model, nnx.Param)
+        self._parameters = self._placed(parameters)
         start = time.perf_counter()
-        videos = jnp.zeros((task.steps, *task.noise.shape), jnp.float32)
-        lowered = jax.jit(self._loop(definition)).lower(self._parameters, videos, False)
+        videos = self._placed(jnp.zeros((task.steps, *task.noise.shape), jnp.float32))
+        place = None if task.mesh is None else task.mesh.sharding()
+        loop = jax.jit(self._loop(definition), out_shardings=place)
+        lowered = loop.lower(self._parameters, videos, False)
         self._compiled = lowered.compile(compiler_options=_COMPILER_OPTIONS)
         self.compile_seconds = time.perf_counter() - start
 
@@ -153,11 +160,17 @@ class Method:
     def _run(self, doing: str, videos: Array, forced: bool) -> Timed:
         self._doing, self._done = doing, 0
         self._progress(self.name, doing, 0)
+        videos = self._placed(videos)
         start = time.perf_counter()
         path = jax.block_until_ready(self._compiled(self._parameters, videos, forced))
         seconds = time.perf_counter() - start
         jax.effects_barrier()
+        if self.task.mesh is not None:  # every device has all of it
+            path = jax.tree.map(lambda x: x.addressable_data(0), path)
         return Timed(path, seconds)
+
+    def _placed[Tree](self, tree: Tree) -> Tree:
+        return tree if self.task.mesh is None else self.task.mesh.whole(tree)
 
     def _step_done(self, _: np.ndarray) -> None:
         self._done += 1
@@ -168,9 +181,14 @@ class Method:
         dit = task.model.config
         schedule, times = task.schedule, task.times
         given = sampler.Given(task.pixels, task.given)
+        step_of, init_state = vc_jax.attention_step, vc_jax.init_state
+        if task.mesh is not None:
+            axes = task.mesh.attention_axes
+            step_of = functools.partial(vc_jax.sharding.sharded_attention_step, **axes)
+            init_state = functools.partial(vc_jax.sharding.init_state, **axes)
 
         def attention(query, key, value, state, *, layer, step):
-            return vc_jax.attention_step(
+            return step_of(
                 query, key, value, state, step=step, schedule=schedule, layer=layer, config=config
             )
 
@@ -195,7 +213,7 @@ class Method:
                 jax.debug.callback(self._step_done, velocity[0, 0, 0, 0, 0])
                 return (video + (after - now) * velocity, state), (video, velocity)
 
-            state = vc_jax.init_state(
+            state = init_state(
                 config, 1, task.tokens, dit.num_heads, dit.head_dim, layers=dit.num_layers
             )
             indices = jnp.arange(task.steps, dtype=jnp.int32)

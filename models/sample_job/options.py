@@ -1,7 +1,9 @@
 """What a sampling run is asked to do, and what of it cannot be done."""
 
 import dataclasses
+import math
 import pathlib
+from collections.abc import Mapping
 
 import jax
 
@@ -9,6 +11,8 @@ import vc_jax
 
 from .clip import InputError
 
+MESH_AXES = ("batch", "seq")
+"""Of one clip with heads that are few and weights that are small."""
 _PATCH_AND_TIME = "a video needs at least one frame to sample after its condition frames"
 
 
@@ -27,6 +31,7 @@ class Options:
       size: height and width in pixels.
       seed: of the noise.
       weights: a file of `save_weights`; `None`: the shipped weights.
+      mesh: sizes of the axes `batch` and `seq`, of the clip and of its tokens; `None`: one device.
     """
 
     output: pathlib.Path
@@ -39,6 +44,7 @@ class Options:
     size: tuple[int, int] | None = None
     seed: int = 0
     weights: pathlib.Path | None = None
+    mesh: Mapping[str, int] | None = None
 
 
 def default_size() -> tuple[int, int]:
@@ -77,3 +83,18 @@ def check_options(options: Options) -> None:
         raise InputError(
             f"condition must be between 1 and {options.frames - 1} frames, got {condition}"
         )
+    if options.mesh is not None:
+        _check_mesh(options.mesh)
+
+
+def _check_mesh(sizes: Mapping[str, int]) -> None:
+    for name, size in sizes.items():
+        if name not in MESH_AXES:
+            raise InputError(f"mesh must be of {' and '.join(MESH_AXES)}, got {name!r}")
+        if size < 1:
+            raise InputError(f"mesh {name} must be at least 1, got {size}")
+    if sizes.get("batch", 1) != 1:
+        raise InputError(f"mesh batch must be 1, as one clip is sampled, got {sizes['batch']}")
+    needed, there = math.prod(sizes.values()), jax.device_count()
+    if needed > there:
+        raise InputError(f"mesh needs {needed} devices, this machine has {there}")

@@ -231,6 +231,12 @@ def _setup(record: Mapping[str, Any]) -> dict[str, str]:
         f"weights: {model['weights']}",
         "tokens": f"{model['tokens']:,}",
         "steps": f"{sampling['steps']} Euler steps, noise seed {sampling['seed']}",
+        **({"mesh": _mesh(sampling["mesh"])} if sampling["mesh"] else {}),
         "V-Smooth": f"on in the first {_count(sampling['smoothing_steps'], 'step')}; values are "
         f"clustered at step {refresh} into {record['block_mean_energy']['clusters']} clusters",
     }
+
+
+def _mesh(sizes: dict[str, int]) -> str:
+    """`{"batch": 1, "seq": 2}` as on the command line."""
+    return ",".join(f"{name}={size}" for name, size in sizes.items())

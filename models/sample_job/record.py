@@ -61,6 +61,7 @@ def make_record(
         },
         "sampling": {
             "seed": options.seed,
+            "mesh": None if options.mesh is None else dict(options.mesh),
             "steps": task.steps,
             "times": [float(t) for t in task.times],
             "smoothing_steps": task.schedule.smoothing_steps,

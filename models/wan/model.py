@@ -26,7 +26,7 @@ from ..attention import (
     ModelState,
     SelfAttention,
     attend,
-    attention_function,
+    attention_to_text,
 )
 from ..common import checks, layers
 from ..common.base import VideoTransformer, run_blocks, stack_blocks
@@ -200,7 +200,7 @@ class Wan(VideoTransformer):
         modulation = self.time_projection(jax.nn.silu(embedding))
         modulation = modulation.reshape(*modulation.shape[:2], 6, config.hidden)
         context = self.text_mlp(text.astype(self.dtype))
-        cross = attention_function(self.cross_attention, "cross_attention")
+        cross = attention_to_text(self.cross_attention, self.mesh)
         x = self.patch_embedding(layers.patchify(latents, config.patch).astype(self.dtype))
 
         def body(
@@ -211,7 +211,9 @@ class Wan(VideoTransformer):
             def self_attention(
                 query: Array, key: Array, value: Array
             ) -> tuple[Array, AttentionState | None]:
-                return attend(self.attention, query, key, value, control, state, flag)
+                return attend(
+                    self.attention, query, key, value, control, state, flag, mesh=self.mesh
+                )
 
             return block(x, modulation, context, rope, self_attention, cross)
 
@@ -222,6 +224,7 @@ class Wan(VideoTransformer):
             control.per_layer(config.num_layers),
             scan=self.scan_layers,
             remat=self.remat,
+            mesh=self.mesh,
         )
         shift, scale = jnp.moveaxis(embedding[:, :, None] + self.final_modulation[...], 2, 0)
         rows = self.head(layers.modulated(self.final_norm, x, shift, scale)).astype(jnp.float32)

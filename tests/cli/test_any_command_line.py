@@ -49,6 +49,7 @@ VALUES = {
     "--frames": NUMBERS,
     "--condition": NUMBERS,
     "--seed": [*NUMBERS, "4294967295", "4294967296"],
+    "--mesh": ["seq=1", "batch=1,seq=1", "seq=99999", "seq", "seq=-1", "", "=", "a=1", "seq=1\n"],
     "--size": [
         "16x32",
         "16X32",

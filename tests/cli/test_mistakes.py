@@ -49,6 +49,12 @@ def run(capsys, *arguments: str) -> tuple[int, list[str]]:
         (["--output", "noise.mp4/out"], "cannot write to"),
         (["--output", "missing/out"], "cannot write to"),
         (["--output", "full"], "holds other files (kept.txt)"),
+        (["--mesh", "seq"], "must be AXIS=N,... with each axis once"),
+        (["--mesh", "seq=2,seq=2"], "must be AXIS=N,... with each axis once"),
+        (["--mesh", "heads=2"], "mesh must be of batch and seq, got 'heads'"),
+        (["--mesh", "seq=0"], "mesh seq must be at least 1"),
+        (["--mesh", "batch=2"], "mesh batch must be 1, as one clip is sampled"),
+        (["--mesh", "batch=1,seq=999"], "mesh needs 999 devices, this machine has"),
         (["--speed", "9"], "unrecognized arguments: --speed 9"),
     ],
 )

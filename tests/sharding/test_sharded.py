@@ -62,6 +62,33 @@ def test_bytes_of_a_clip_over_eight_devices():
 
 
 @pytest.mark.parametrize(
+    ("axes", "options", "method", "why"),
+    [
+        ({"a": 8}, {}, "ulysses", "8 devices divide 40 key heads"),
+        ({"a": 16}, {}, "ring", "16 devices do not divide 40 key heads"),
+        ({"a": 2, "b": 8}, {}, "ulysses+ring", "16 devices do not divide 40 key heads, 8 do"),
+        ({"a": 8}, {"method": "ring"}, "ring", "asked for"),
+    ],
+)
+def test_explain_names_the_method_and_why_and_what_runs_on_a_device(axes, options, method, why):
+    given = {"mesh": mesh(**axes), "sequence_axis": tuple(axes), **options}
+    got = sharding.explain(*wan(), **given)
+    assert got.communication.method == method
+    assert got.on_device.implementation == "xla"
+    assert "hopper" in got.on_device.reasons
+    for words in (method, why, "on each device", "xla"):
+        assert words in str(got)
+
+
+def test_explain_refuses_what_the_call_refuses():
+    given = {"mesh": mesh(a=8), "sequence_axis": "a"}
+    with pytest.raises(ValueError, match="implementation must be"):
+        sharding.explain(*wan(), implementation="fast", **given)
+    with pytest.raises(NotImplementedError, match="too coarse"):
+        sharding.explain(*wan(), method="ring", config="nvfp4", **given)
+
+
+@pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"sequence_axis": "c"}, "sequence_axis must be of"),

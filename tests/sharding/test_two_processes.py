@@ -7,14 +7,14 @@ import sys
 from . import devices
 
 
-def test_eager_calls_in_two_processes():
+def test_eager_calls_and_a_model_in_two_processes(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     command = [sys.executable, "-m", "tests.sharding.two_processes", port]
     running = [
         subprocess.Popen(
-            [*command, str(place)],
+            [*command, str(place), str(tmp_path)],
             env=devices.environment(1),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

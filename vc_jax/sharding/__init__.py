@@ -5,13 +5,20 @@
 
 from ._attention import sharded_attention, sharded_attention_step
 from ._communication import Communication, Transfer, communication
+from ._explain import ShardedExplanation, explain
+from ._plan import Method
+from ._ring import merge
 from ._state import init_state
 
 __all__ = [
     "Communication",
+    "Method",
+    "ShardedExplanation",
     "Transfer",
     "communication",
+    "explain",
     "init_state",
+    "merge",
     "sharded_attention",
     "sharded_attention_step",
 ]

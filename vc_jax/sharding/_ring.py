@@ -60,7 +60,11 @@ def merge(
     first: tuple[Float[Array, "b t n h"], Float[Array, "b t n"]],
     second: tuple[Float[Array, "b t n h"], Float[Array, "b t n"]],
 ) -> tuple[Float[Array, "b t n h"], Float[Array, "b t n"]]:
-    """Attention to two sets of keys, given the float32 output and normaliser of each."""
+    """Attention to two sets of keys, given the output and the normaliser of each, float32.
+
+    Where neither set has a valid key the normaliser is -inf and the output stays 0. Start a loop
+    over sets with zeros and -inf.
+    """
     largest = jnp.maximum(first[1], second[1])
     # Rows that have seen no valid key yet: subtract 0 from their -inf.
     largest = jnp.where(jnp.isneginf(largest), 0.0, largest)
