@@ -215,7 +215,7 @@ def parser() -> argparse.ArgumentParser:
     """Command line of this benchmark."""
     parse = parser_of("attention", __doc__)
     add = parse.add_argument
-    add("--presets", nargs="+", choices=("fp8", "int8"), default=["fp8", "int8"])
+    add("--presets", nargs="+", choices=("fp8", "int8", "nvfp4"), default=["fp8", "int8"])
     add(
         "--seconds",
         type=positive(float),

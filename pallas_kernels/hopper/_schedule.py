@@ -125,7 +125,7 @@ class Scratch(NamedTuple):
 
 
 class Refs(NamedTuple):
-    """The call's arrays in device memory, as in `Prepared8`.
+    """The call's arrays in device memory, as in `Prepared8` (NVFP4: as in `Decoded4`).
 
     Either `means` or `value_mean` is `None`; so is `lse` where nobody asks.
     """

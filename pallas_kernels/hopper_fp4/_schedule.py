@@ -6,15 +6,13 @@ values and their means; a compute warpgroup handles two blocks, a step of 256 ke
 Sums stay in the tensor core's accumulators: products of float16 are summed in float32.
 """
 
-from typing import Any, NamedTuple
-
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
 from .._registers import ROWS, UNSEEN, log_sums, normalised
-from ..hopper._schedule import Position, Scratch, Shape, index_of, store
+from ..hopper._schedule import Position, Refs, Scratch, Shape, index_of, store
 from ..layout import BLOCK, STEP
 from ._interpreted import InterpretedFp4
 from ._registers import MOST_PER_UNIT, UNIT, Fp4Registers
@@ -22,44 +20,6 @@ from .operands import MEAN_ROWS
 
 Operations = Fp4Registers | InterpretedFp4
 PER_STEP = STEP // BLOCK
-
-
-class Rings(NamedTuple):
-    """Barriers of the slots of each ring; `query` has one for each compute warpgroup."""
-
-    key: Any
-    value: Any
-    query: Any = None
-
-
-class Memory(NamedTuple):
-    """Shared memory of a block of threads; what a call does not have is `None`."""
-
-    query: Any
-    out: Any
-    key: Any
-    value: Any
-    means: Any
-    query_scale: Any
-    value_scale: Any
-    value_mean: Any
-    lse: Any
-
-
-class Refs(NamedTuple):
-    """The call's arrays in device memory, as in `Decoded4`, and its results."""
-
-    query: Any
-    query_scale: Any
-    key: Any
-    key_scale: Any
-    value: Any
-    value_scale: Any
-    means: Any
-    value_mean: Any
-    kv_count: Any
-    out: Any
-    lse: Any
 
 
 def _load_queries(refs: Refs, scratch: Scratch, position: Position) -> None:
@@ -89,11 +49,15 @@ def _compute(
     _load_queries(refs, scratch, position)
     query_scale = registers.load_rows(smem.query_scale.at[group])
 
+    # A slot that the assembler knows at compile time has the descriptors of its operands computed
+    # ahead of the loop, into registers that are not there.
+    zero = lax.shift_right_logical(refs.kv_count[batch], index_of(30))
+
     def step(index, carry):
         out, total, before = carry
         blocks = [PER_STEP * index + i for i in range(PER_STEP)]
-        key_slots = [lax.rem(block, index_of(config.key_slots)) for block in blocks]
-        value_slots = [lax.rem(block, index_of(config.value_slots)) for block in blocks]
+        key_slots = [lax.rem(block + zero, index_of(config.key_slots)) for block in blocks]
+        value_slots = [lax.rem(block + zero, index_of(config.value_slots)) for block in blocks]
         scales = [refs.key_scale[batch, key_head, block] for block in blocks]
         multipliers = [jnp.minimum(query_scale * x, registers.rows(MOST_PER_UNIT)) for x in scales]
         for slot in key_slots:

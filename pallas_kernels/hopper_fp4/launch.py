@@ -9,12 +9,12 @@ import jax.numpy as jnp
 
 from .. import _checks
 from .._registers import ROWS
-from ..hopper._schedule import Config, Scratch, Shape
+from ..hopper._schedule import Config, Memory, Refs, Rings, Scratch, Shape
 from ..hopper.launch import SHARED_MEMORY, TILE_ROWS, bytes_of, pad, tiled, transforms
 from ..layout import BLOCK, E4M3
 from ._interpreted import InterpretedFp4
 from ._registers import Fp4Registers
-from ._schedule import Memory, Refs, Rings, attention_body
+from ._schedule import attention_body
 from .operands import MEAN_ROWS, Decoded4
 
 HALF = jnp.float16
@@ -62,9 +62,10 @@ def _scratch(config: Config, size: int, out_dtype, means: bool, lse: bool, alias
     full = Rings(
         plgpu.Barrier(num_barriers=config.key_slots),
         plgpu.Barrier(num_arrivals=2 if means else 1, num_barriers=config.value_slots),
+        None,
         plgpu.Barrier(num_arrivals=3 if means else 4, num_barriers=groups),
     )
-    free = Rings(released(config.key_slots), released(config.value_slots))
+    free = Rings(released(config.key_slots), released(config.value_slots), None)
     return memory, full, free
 
 
