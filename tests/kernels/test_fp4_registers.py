@@ -117,7 +117,9 @@ def test_row_sums_over_valid_keys_only():
         for chunk in range(STEP // 64):
             stored = plain[:, KEYS][:, chunk * 64 : (chunk + 1) * 64]
             columns = of_half(stored, 0).reshape(4, 8, 8, 4, 2)
-            pairs = [np.ascontiguousarray(columns[:, :, q]) for q in range(8)]
+            pairs = [
+                np.ascontiguousarray(columns[:, :, q]).view(np.uint32)[..., 0] for q in range(8)
+            ]
             total += registers.valid_sum(pairs, 64 * chunk, np.uint32(remaining)).sum(-1)
         np.testing.assert_allclose(total, of_half(plain[:, :remaining].sum(1, dtype=float), 0))
 
