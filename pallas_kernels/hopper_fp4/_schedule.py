@@ -49,12 +49,12 @@ def _compute(
     _load_queries(refs, scratch, position)
     query_scale = registers.load_rows(smem.query_scale.at[group])
 
-    # A slot that the assembler knows at compile time has the descriptors of its operands computed
-    # ahead of the loop, into registers that are not there.
-    zero = lax.shift_right_logical(refs.kv_count[batch], index_of(30))
-
     def step(index, carry):
         out, total, before = carry
+        remaining = refs.kv_count[batch] - index * STEP
+        # Descriptors of operands whose place is known are computed ahead of the loop, into
+        # registers that are not there. This is zero, and only the kernel's caller knows.
+        zero = lax.shift_right_logical(remaining, index_of(30))
         blocks = [PER_STEP * index + i for i in range(PER_STEP)]
         key_slots = [lax.rem(block + zero, index_of(config.key_slots)) for block in blocks]
         value_slots = [lax.rem(block + zero, index_of(config.value_slots)) for block in blocks]
@@ -62,11 +62,10 @@ def _compute(
         multipliers = [jnp.minimum(query_scale * x, registers.rows(MOST_PER_UNIT)) for x in scales]
         for slot in key_slots:
             plgpu.barrier_wait(full.key.at[slot])
-        scores = registers.scores(smem.query.at[group], [smem.key.at[x] for x in key_slots])
+        scores = registers.scores(smem.query.at[group + zero], [smem.key.at[x] for x in key_slots])
         for slot in key_slots:
             plgpu.barrier_arrive(free.key.at[slot])
         codes, sums, largest = registers.probabilities(scores, multipliers, before)
-        remaining = refs.kv_count[batch] - index * STEP
         sums = registers.sums_of_valid(codes, sums, remaining)
         out, total = registers.rescale(out, largest, before, total)
         total = total + sums[0] + sums[1]
@@ -164,15 +163,16 @@ def attention_body(shape: Shape, registers: Operations, refs: Refs, scratch: Scr
         block = block + lax.axis_index("cluster")
     group = lax.axis_index("warpgroup")
 
-    @pl.when(group < config.warpgroups)
-    def _():
+    def compute():
         if shape.compiled:
             plgpu.set_max_registers(config.compute_registers, action="increase")
         base = (block * config.warpgroups + group) * ROWS
         _compute(shape, registers, refs, scratch, Position(batch, head, key_head, base, group))
 
-    @pl.when(group == config.warpgroups)
-    def _():
+    def copy():
         if shape.compiled:
             plgpu.set_max_registers(config.copy_registers, action="decrease")
         _copy(shape, registers, refs, scratch, batch, key_head)
+
+    # Either or: what one of two conditionals in a row needs would be held during the other.
+    lax.cond(group < config.warpgroups, compute, copy)
