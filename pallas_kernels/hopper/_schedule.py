@@ -322,12 +322,12 @@ def _copy(
 def attention_body(shape: Shape, registers: Operations, refs: Refs, scratch: Scratch) -> None:
     """What one block of threads does; see the module's text."""
     config = shape.config
-    batch, head = lax.axisindex_of("batch"), lax.axisindex_of("heads")
+    batch, head = lax.axis_index("batch"), lax.axis_index("heads")
     key_head = lax.div(head, index_of(shape.heads_per_key_head))
-    block = lax.axisindex_of("tiles") * config.cluster
+    block = lax.axis_index("tiles") * config.cluster
     if config.cluster > 1:
-        block = block + lax.axisindex_of("cluster")
-    group = lax.axisindex_of("warpgroup")
+        block = block + lax.axis_index("cluster")
+    group = lax.axis_index("warpgroup")
 
     @pl.when(group < config.warpgroups)
     def _():
