@@ -267,6 +267,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         if getattr(arguments, name) is not None:
             only = "without" if arguments.whole_calls else "with"
             parse.error(f"--{name.replace('_', '-')} is taken {only} --whole-calls only")
+    if "nvfp4" in arguments.presets:
+        if arguments.whole_calls:
+            parse.error("argument --presets: invalid choice: 'nvfp4' with --whole-calls")
+        if arguments.softmax is not None:
+            parse.error("argument --softmax: of 8 bits only, and --presets has 'nvfp4'")
     own = of_calls if arguments.whole_calls else of_kernels
     for name, default in (own | {"seconds": 0.6 if arguments.whole_calls else 2.0}).items():
         if getattr(arguments, name) is None:
