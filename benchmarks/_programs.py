@@ -16,8 +16,10 @@ import jax
 import jax.numpy as jnp
 
 import vc_jax
+from vc_jax._decode import decode
 
-from ..pallas_kernels import hopper
+from ..pallas_kernels import hopper, hopper_fp4
+from ..pallas_kernels.layout import Prepared8
 from ._workloads import Workload
 
 SCHEDULE = vc_jax.DenoisingSchedule(40)
@@ -101,8 +103,8 @@ def step_job(
 
 
 def prepare_job(workload: Workload, preset: str, *, smooth: bool, ordered: bool = False) -> Job:
-    """Inputs of the bare kernel: `(query, key, value) -> Prepared8`, or with an order, which comes
-    last: int32 [B, K, S].
+    """Inputs of the bare kernel: `(query, key, value) -> Prepared8` (NVFP4: `Decoded4`), or with an
+    order, which comes last: int32 [B, K, S].
 
     Args:
       smooth: take block means out of the values.
@@ -110,12 +112,13 @@ def prepare_job(workload: Workload, preset: str, *, smooth: bool, ordered: bool 
     """
 
     def prepare(query, key, value, order=None):
-        return vc_jax.prepare(
+        prepared = vc_jax.prepare(
             *(query, key, value, preset),
             order=order,
             key_mean=vc_jax.mean_key(key),
             smooth=smooth,
         )
+        return prepared if isinstance(prepared, Prepared8) else decode(prepared)
 
     arguments = abstract_inputs(workload)
     if ordered:
@@ -127,15 +130,17 @@ def prepare_job(workload: Workload, preset: str, *, smooth: bool, ordered: bool 
 def kernel_job(
     prepare: Job, *, softmax: str = "expcast", config: hopper.Config | None = None
 ) -> Job:
-    """The bare kernel on what a job prepares: `Prepared8 -> out`.
+    """The bare kernel on what a job prepares: `Prepared8 -> out`, or `Decoded4 -> out`.
 
     Args:
       prepare: gives the inputs; what it smooths has block means, which the kernel adds.
-      softmax: how scores become probabilities.
+      softmax: how scores become probabilities; NVFP4 has one way.
       config: of the kernel; `None` takes the one for the shape.
     """
 
     def kernel(prepared):
+        if isinstance(prepared, hopper_fp4.Decoded4):
+            return hopper_fp4.attention(prepared, config=config)[0]
         return hopper.attention(prepared, softmax=softmax, config=config)[0]
 
     return Job(kernel, (jax.eval_shape(prepare.function, *prepare.arguments),))

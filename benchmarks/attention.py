@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+import vc_jax
 from vc_jax._command_line import complain, once, pair, positive
 
 from ..pallas_kernels import hopper
@@ -24,6 +25,7 @@ from ._command_line import missing_gpu, parser_of
 from ._peers import Attention, available_peers, available_torch_peers
 from ._programs import SCHEDULE, Job, abstract_inputs, compile_jobs, kernel_job, prepare_job
 from ._results import announce_figure, environment, markdown_table, pyplot, write_results
+from ._roofline import report
 from ._timing import Candidate, Measurement, sustained
 from ._whole_call_report import detail_table, write_whole_calls
 from ._whole_calls import SHAPES, measure_whole_calls, workload_of
@@ -215,7 +217,7 @@ def parser() -> argparse.ArgumentParser:
     """Command line of this benchmark."""
     parse = parser_of("attention", __doc__)
     add = parse.add_argument
-    add("--presets", nargs="+", choices=("fp8", "int8"), default=["fp8", "int8"])
+    add("--presets", nargs="+", choices=("fp8", "int8", "nvfp4"), default=["fp8", "int8"])
     add(
         "--seconds",
         type=positive(float),
@@ -267,6 +269,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         if getattr(arguments, name) is not None:
             only = "without" if arguments.whole_calls else "with"
             parse.error(f"--{name.replace('_', '-')} is taken {only} --whole-calls only")
+    if "nvfp4" in arguments.presets:
+        if arguments.whole_calls:
+            parse.error("argument --presets: invalid choice: 'nvfp4' with --whole-calls")
+        if arguments.softmax is not None:
+            parse.error("argument --softmax: of 8 bits only, and --presets has 'nvfp4'")
     own = of_calls if arguments.whole_calls else of_kernels
     for name, default in (own | {"seconds": 0.6 if arguments.whole_calls else 2.0}).items():
         if getattr(arguments, name) is None:
@@ -316,6 +323,11 @@ def run_kernels(
         title = f"## {name}: S = {workload.length:,}, H = {workload.heads}, D = {workload.head_dim}"
         parts.append(f"{title}\n\n{workload_table(found)}\n")
         print(parts[-1], flush=True)
+    device, versions = jax.devices()[0], f"vc-jax {vc_jax.__version__}, jax {jax.__version__}"
+    platform = " ".join(device.client.platform_version.split())
+    block = report(device.device_kind, f"{versions}, {platform}", rows)
+    parts.append(f"## To paste into a report\n\n```\n{block}\n```\n")
+    print(parts[-1], flush=True)
     write_results(
         arguments.output, "attention", {"environment": about, "rows": rows}, "\n".join(parts)
     )

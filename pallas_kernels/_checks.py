@@ -95,15 +95,20 @@ def check_arrays(prepared: Prepared8) -> None:
 
 
 def with_known_count(prepared: Prepared8) -> Prepared8:
-    """The arrays with a `kv_count` within the stored keys: the kernel reads as many as it says.
+    """The arrays with a `kv_count` within the stored keys."""
+    count = known_count(prepared.kv_count, prepared.key_codes.shape[2], "prepared")
+    return dataclasses.replace(prepared, kv_count=count)
 
-    Numbers that are known must be; others are clamped.
+
+def known_count(count: Any, stored: int, name: str) -> Any:
+    """Numbers of keys within the stored ones: the kernel reads as many as they say.
+
+    Those that are known must be; others are clamped.
     """
-    count, stored = prepared.kv_count, prepared.key_codes.shape[2]
     if isinstance(count, Tracer) or not getattr(count, "is_fully_addressable", True):
-        return dataclasses.replace(prepared, kv_count=jnp.clip(count, 0, stored))
+        return jnp.clip(count, 0, stored)
     known = np.asarray(count)
     outside = known[(known < 0) | (known > stored)]
     if outside.size:
-        raise ValueError(f"prepared.kv_count must be from 0 to {stored} keys, got {outside[0]}")
-    return prepared
+        raise ValueError(f"{name}.kv_count must be from 0 to {stored} keys, got {outside[0]}")
+    return count

@@ -36,13 +36,9 @@ def _half(values: jax.Array) -> jax.Array:
     return lax.reduce_precision(values, 5, 10)
 
 
-@dataclasses.dataclass(frozen=True)
-class InterpretedRegisters:
-    """Stand-in for `Registers`, with its attributes."""
+class InterpretedTileOperations:
+    """Stand-in for `TileOperations`."""
 
-    integer: bool
-    softmax: str
-    means: bool
     size: int
 
     def full(self, shape, value, dtype=jnp.float32, layout=None) -> jax.Array:
@@ -63,6 +59,16 @@ class InterpretedRegisters:
 
     def over_columns(self, columns: jax.Array) -> jax.Array:
         return jnp.broadcast_to(columns[None], (ROWS, self.size))
+
+
+@dataclasses.dataclass(frozen=True)
+class InterpretedRegisters(InterpretedTileOperations):
+    """Stand-in for `Registers`, with its attributes."""
+
+    integer: bool
+    softmax: str
+    means: bool
+    size: int
 
     def products_of(self, query: jax.Array, key: jax.Array) -> jax.Array:
         """Scores of queries [64, H] and keys [J, H]."""

@@ -33,7 +33,9 @@ def constant(value: float) -> Value:
 
 
 def integer(value: int) -> Value:
-    return arith.constant(i32(), ir.IntegerAttr.get(i32(), value))
+    """A 32-bit integer, signed or unsigned."""
+    signed = value - (1 << 32) if value >> 31 == 1 else value
+    return arith.constant(i32(), ir.IntegerAttr.get(i32(), signed))
 
 
 def element(register: Value, index: int) -> Value:
@@ -72,6 +74,10 @@ def exp2(a: Value) -> Value:
     return instruction(f32(), "ex2.approx.ftz.f32 $0, $1;", "=f,f", a)
 
 
+def log2(a: Value) -> Value:
+    return instruction(f32(), "lg2.approx.ftz.f32 $0, $1;", "=f,f", a)
+
+
 def integer_max(*values: Value) -> Value:
     """The largest of two or three signed integers."""
     if len(values) == 2:
@@ -86,6 +92,23 @@ def half2_max(*values: Value) -> Value:
         return instruction(i32(), "max.f16x2 $0, $1, $2;", "=r,r,r", *values)
     text = "{ .reg .b32 t; max.f16x2 t, $1, $2; max.f16x2 $0, t, $3; }"
     return instruction(i32(), text, "=r,r,r,r", *values)
+
+
+def half2_min(a: Value, b: Value) -> Value:
+    return instruction(i32(), "min.f16x2 $0, $1, $2;", "=r,r,r", a, b)
+
+
+def half2_fma(a: Value, b: Value, c: Value) -> Value:
+    return instruction(i32(), "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", a, b, c)
+
+
+def half2_multiply(a: Value, b: Value) -> Value:
+    return instruction(i32(), "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", a, b)
+
+
+def half2_exponents(pair: Value) -> Value:
+    """The powers of two at or below two positive float16 (0 below the smallest normal one)."""
+    return instruction(i32(), "and.b32 $0, $1, 0x7c007c00;", "=r,r", pair)
 
 
 def half2_fma_relu(a: Value, b: Value, c: Value) -> Value:
@@ -129,6 +152,12 @@ def e4m3x4_from_f32(values: Sequence[Value]) -> Value:
     return instruction(i32(), text, "=r,f,f,f,f", *values)
 
 
+def half2_in_e4m3(low: Value, high: Value) -> Value:
+    """Two floats rounded to E4M3 (nearest even, saturated), as float16, which is exact."""
+    text = "{ .reg .b16 p; cvt.rn.satfinite.e4m3x2.f32 p, $2, $1; cvt.rn.f16x2.e4m3x2 $0, p; }"
+    return instruction(i32(), text, "=r,f,f", low, high)
+
+
 def permute_bytes(low: Value, high: Value, selector: int) -> Value:
     text = f"prmt.b32 $0, $1, $2, {selector};"
     return instruction(i32(), text, "=r,r,r", low, high)
@@ -151,6 +180,12 @@ def in_quad_position(index: Value) -> Value:
         "setp.eq.u32 p, t, 0; selp.b32 $0, 1, 0, p; }"
     )
     return arith.cmpi(arith.CmpIPredicate.ne, instruction(i32(), text, "=r,r", index), integer(0))
+
+
+def multiple_of_quad_position(factor: int) -> Value:
+    """This thread's number in its group of four times a number."""
+    text = "{ .reg .b32 t; mov.u32 t, %laneid; and.b32 t, t, 3; mul.lo.u32 $0, t, $1; }"
+    return instruction(i32(), text, "=r,r", integer(factor))
 
 
 def reduce_quad(value: Value, combine: Callable[[Value, Value], Value]) -> Value:

@@ -145,20 +145,9 @@ def _exp_bytes(scores, group: int, largest):
     return ptx.e4m3x4_from_f32(values)
 
 
-@dataclasses.dataclass(frozen=True)
-class Registers:
-    """Operations on a tile of 64 query rows; a generation adds its products.
+class TileOperations:
+    """Loads and broadcasts of a tile of 64 rows by `size` columns."""
 
-    Attributes:
-      integer: whether scores are INT8 products.
-      softmax: `"expcast"`, `"expcast_running"` or `"exp"`.
-      means: whether block means are added.
-      size: head dim.
-    """
-
-    integer: bool
-    softmax: str
-    means: bool
     size: int
 
     def full(self, shape, value, dtype=jnp.float32, layout: Any = WGMMA) -> jax.Array:
@@ -179,6 +168,82 @@ class Registers:
 
     def over_columns(self, columns: jax.Array) -> jax.Array:
         return lax.broadcast_in_dim(columns, (ROWS, self.size), [1])
+
+    def rescaled(self, out, anchor, reference, *sums, growth: float):
+        """Everything summed so far, in a reference that no anchor outgrows by more than `growth`.
+
+        An anchor that does becomes its row's reference, and what was summed is scaled down.
+
+        Returns:
+          `(out, reference, weight, *sums)`, the weight being 2^((anchor - reference) / 8).
+        """
+
+        @inline(
+            arg_types=(WGMMA, BY_ROW, BY_ROW, *(BY_ROW for _ in sums)),
+            return_type=(
+                typed((ROWS, self.size), jnp.float32, WGMMA),
+                *(by_row() for _ in range(2 + len(sums))),
+            ),
+        )
+        def compute(ctx, out, anchor, reference, *sums):
+            del ctx
+            outgrown, new = [], []
+            for half in range(2):
+                code, old = (ptx.row_value(x, half) for x in (anchor, reference))
+                limit = arith.addf(old, ptx.constant(growth))
+                outgrown.append(arith.cmpf(arith.CmpFPredicate.OGT, code, limit))
+                new.append(arith.select(outgrown[half], code, old))
+            places = list(np.ndindex(out.registers.shape))
+            held = [out.registers[place] for place in places]
+            row_sums = [ptx.row_value(x, half) for x in sums for half in range(2)]
+            branch = scf.IfOp(
+                ptx.any_in_warp(arith.ori(*outgrown)),
+                [x.type for x in held + row_sums],
+                has_else=True,
+            )
+            assert branch.then_block is not None
+            assert branch.else_block is not None
+            with ir.InsertionPoint(branch.then_block):
+                factors = [_weight(ptx.row_value(reference, half), new[half]) for half in range(2)]
+                scaled = [
+                    arith.mulf(x, vector.broadcast(x.type, factors[place[4]]))
+                    for place, x in zip(places, held)
+                ]
+                scaled += [ptx.multiply(x, factors[i % 2]) for i, x in enumerate(row_sums)]
+                scf.yield_(scaled)
+            with ir.InsertionPoint(branch.else_block):
+                scf.yield_(held + row_sums)
+            results = list(branch.results)
+            registers = np.empty_like(out.registers)
+            for place, x in zip(places, results):
+                registers[place] = x
+            row_sums = results[len(places) :]
+            weights = [_weight(ptx.row_value(anchor, half), new[half]) for half in range(2)]
+            return (
+                fragments(registers),
+                ptx.row_array(new),
+                ptx.row_array(weights),
+                *(ptx.row_array(row_sums[2 * i : 2 * i + 2]) for i in range(len(sums))),
+            )
+
+        return compute(out, anchor, reference, *sums)
+
+
+@dataclasses.dataclass(frozen=True)
+class Registers(TileOperations):
+    """Operations on a tile of 64 query rows; a generation adds its products.
+
+    Attributes:
+      integer: whether scores are INT8 products.
+      softmax: `"expcast"`, `"expcast_running"` or `"exp"`.
+      means: whether block means are added.
+      size: head dim.
+    """
+
+    integer: bool
+    softmax: str
+    means: bool
+    size: int
 
     def codes(self, scores, first_multiplier, second_multiplier, largest_before):
         """Probability codes, the score that maps to `TOP`, and the largest so far (in codes)."""
@@ -227,55 +292,7 @@ class Registers:
           `(out, reference, weight, *sums)`.
         """
 
-        @inline(
-            arg_types=(WGMMA, BY_ROW, BY_ROW, *(BY_ROW for _ in sums)),
-            return_type=(
-                typed((ROWS, self.size), jnp.float32, WGMMA),
-                *(by_row() for _ in range(2 + len(sums))),
-            ),
-        )
-        def compute(ctx, out, anchor, reference, *sums):
-            del ctx
-            outgrown, new = [], []
-            for half in range(2):
-                code, old = (ptx.row_value(x, half) for x in (anchor, reference))
-                limit = arith.addf(old, ptx.constant(GROWTH))
-                outgrown.append(arith.cmpf(arith.CmpFPredicate.OGT, code, limit))
-                new.append(arith.select(outgrown[half], code, old))
-            places = list(np.ndindex(out.registers.shape))
-            held = [out.registers[place] for place in places]
-            row_sums = [ptx.row_value(x, half) for x in sums for half in range(2)]
-            branch = scf.IfOp(
-                ptx.any_in_warp(arith.ori(*outgrown)),
-                [x.type for x in held + row_sums],
-                has_else=True,
-            )
-            assert branch.then_block is not None
-            assert branch.else_block is not None
-            with ir.InsertionPoint(branch.then_block):
-                factors = [_weight(ptx.row_value(reference, half), new[half]) for half in range(2)]
-                scaled = [
-                    arith.mulf(x, vector.broadcast(x.type, factors[place[4]]))
-                    for place, x in zip(places, held)
-                ]
-                scaled += [ptx.multiply(x, factors[i % 2]) for i, x in enumerate(row_sums)]
-                scf.yield_(scaled)
-            with ir.InsertionPoint(branch.else_block):
-                scf.yield_(held + row_sums)
-            results = list(branch.results)
-            registers = np.empty_like(out.registers)
-            for place, x in zip(places, results):
-                registers[place] = x
-            row_sums = results[len(places) :]
-            weights = [_weight(ptx.row_value(anchor, half), new[half]) for half in range(2)]
-            return (
-                fragments(registers),
-                ptx.row_array(new),
-                ptx.row_array(weights),
-                *(ptx.row_array(row_sums[2 * i : 2 * i + 2]) for i in range(len(sums))),
-            )
-
-        return compute(out, anchor, reference, *sums)
+        return self.rescaled(out, anchor, reference, *sums, growth=GROWTH)
 
     def promote(self, products, out, weight, total, pending, step):
         """Add a step's products, times its weight, to the float32 sums.
@@ -387,7 +404,10 @@ def normalised(registers: Any, out, total, value_scale_ref, value_mean_ref, dtyp
     return jnp.minimum(jnp.maximum(out, -most), most)
 
 
-def log_sums(registers: Any, total, reference) -> jax.Array:
-    """The natural logarithm of a tile's sums of exponentials; -inf where no key was."""
-    log = jnp.log(total * (1.0 / PROBABILITY_SCALE)) + reference * _NATS_PER_CODE
+def log_sums(registers: Any, total, reference, one: float = PROBABILITY_SCALE) -> jax.Array:
+    """The natural logarithm of a tile's sums of exponentials; -inf where no key was.
+
+    `one` is what a probability of 1 is stored as.
+    """
+    log = jnp.log(total * (1.0 / one)) + reference * _NATS_PER_CODE
     return jnp.where(total == 0.0, registers.rows(-jnp.inf), log)

@@ -17,7 +17,7 @@ from jaxtyping import Array
 from ._arguments import Inputs
 from ._config import AttentionConfig
 from ._plain import plain_attention
-from ._prepare import Prepared
+from ._prepare import Prepared, Prepared4
 from ._reference import reference_attention
 from .pallas_kernels.layout import Prepared8
 
@@ -74,8 +74,8 @@ class Implementation:
       on_prepared: quantised attention; gets the output's dtype. The normaliser is that of the
         scores as they are in the prepared inputs.
       on_inputs: unquantised attention.
-      fused_preprocessing: whether fused GPU kernels cluster and prepare for it, where they support
-        the call; otherwise XLA does.
+      fused_preprocessing: whether fused GPU kernels cluster and (8-bit layouts) prepare for it,
+        where they support the call; otherwise XLA does.
     """
 
     unsupported: Callable[[Request], str | None]
@@ -104,9 +104,14 @@ def _plain_kernel(static: Static, inputs: Inputs) -> Result:
 
 
 def _hopper_kernel(static: Static, prepared: Prepared, dtype: DTypeLike) -> Result:
-    from .pallas_kernels import hopper  # Pallas takes a while to import; few calls need it.
+    from .pallas_kernels import hopper, hopper_fp4  # Pallas takes a while to import.
 
-    assert isinstance(prepared, Prepared8)
+    if isinstance(prepared, Prepared4):
+        from ._decode import decode
+
+        return hopper_fp4.attention(
+            decode(prepared), out_dtype=dtype, return_residual=static.residual
+        )
     return hopper.attention(
         prepared,
         softmax=static.config.softmax,
@@ -146,13 +151,13 @@ def _kernel_arguments(request: Request):
 
 
 def _hopper_unsupported(request: Request) -> str | None:
-    if request.config.qk == "nvfp4":
-        return "has 8-bit products only, no NVFP4"
     reason = _needs_capability(request, (9, 0))
     if reason is not None:
         return reason
-    from .pallas_kernels import hopper
+    from .pallas_kernels import hopper, hopper_fp4
 
+    if request.config.qk == "nvfp4":
+        return hopper_fp4.unsupported(request.query.shape[-1], request.query.dtype)
     return hopper.unsupported(*_kernel_arguments(request))
 
 

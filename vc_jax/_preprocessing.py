@@ -75,7 +75,7 @@ def prepare_call(
         "kv_count": count,
         "smooth": static.smooth,
     }
-    if fuses(static.implementation, inputs):
+    if config.qk != "nvfp4" and fuses(static.implementation, inputs):
         masked = {"order": order, "key_valid": valid, "kv_count": count, "smooth": static.smooth}
         found = statistics_fused(*arrays, **masked)
         return prepare_fused(*arrays, **common, key_valid=valid, **found._asdict()), found.key_mean

@@ -211,9 +211,13 @@ def _closest_groups(groups: Float[Array, "... g 16"]) -> _Groups:
 @public
 def dequantize_nvfp4(quantized: Nvfp4) -> Float[Array, "... n"]:
     """The float32 values of `quantize_nvfp4`'s result."""
-    codes = decode_e2m1(unpack_nibbles(quantized.codes))
+    return nvfp4_codes(quantized) * quantized.global_scale
+
+
+def nvfp4_codes(quantized: Nvfp4) -> Float[Array, "... n"]:
+    """NVFP4 in units of its global scale, float32, all exact in bfloat16 and in float16."""
     scales = jnp.repeat(quantized.scales.astype(jnp.float32), NVFP4_GROUP, -1)
-    return codes * scales * quantized.global_scale
+    return decode_e2m1(unpack_nibbles(quantized.codes)) * scales
 
 
 def hadamard_matrix(size: int) -> npt.NDArray[np.float32]:

@@ -34,13 +34,11 @@ from ._quantize import (
     E2M1_MAX,
     E4M3_MAX,
     NVFP4_GROUP,
-    Nvfp4,
-    decode_e2m1,
     largest_magnitude,
+    nvfp4_codes,
     nvfp4_groups,
     power_of_two_at_least,
     saturate_e4m3,
-    unpack_nibbles,
 )
 from ._tracing import filled, jit
 from .pallas_kernels.layout import BLOCK, PROBABILITY_SCALE, STEP
@@ -187,12 +185,6 @@ class _Operands(NamedTuple):
     multiplier: Float[Array, "b k g t j"]
     value_scale: Float[Array, "b k h"]
     value_mean: Array | None
-
-
-def nvfp4_codes(quantized: Nvfp4) -> Float[Array, "... n"]:
-    """NVFP4 in units of its global scale, float32, all exact in bfloat16."""
-    scales = jnp.repeat(quantized.scales.astype(jnp.float32), NVFP4_GROUP, -1)
-    return decode_e2m1(unpack_nibbles(quantized.codes)) * scales
 
 
 def _operands(prepared: Prepared) -> _Operands:

@@ -125,7 +125,7 @@ class Scratch(NamedTuple):
 
 
 class Refs(NamedTuple):
-    """The call's arrays in device memory, as in `Prepared8`.
+    """The call's arrays in device memory, as in `Prepared8` (NVFP4: as in `Decoded4`).
 
     Either `means` or `value_mean` is `None`; so is `lse` where nobody asks.
     """
@@ -166,7 +166,7 @@ class Shape:
         return jax.lax.div(refs.kv_count[batch] + jnp.int32(STEP - 1), jnp.int32(STEP))
 
 
-def _index(value) -> jax.Array:
+def index_of(value) -> jax.Array:
     return jnp.asarray(value, jnp.int32)
 
 
@@ -194,8 +194,8 @@ def _compute(
 
     def step(index, carry):
         out, total, reference, largest, pending = carry
-        key_slot = lax.rem(index, _index(config.key_slots))
-        value_slot = lax.rem(index, _index(config.value_slots))
+        key_slot = lax.rem(index, index_of(config.key_slots))
+        value_slot = lax.rem(index, index_of(config.value_slots))
         scales = [refs.key_scale[batch, key_head, 2 * index + i] for i in range(2)]
         first, second = (query_scale * scale for scale in scales)
         plgpu.barrier_wait(full.key.at[key_slot])
@@ -219,7 +219,7 @@ def _compute(
         carry = (out, total, reference, largest, registers.no_pending())
         out, total, reference, largest, pending = lax.fori_loop(first, last, step, carry)
         if registers.means:
-            slot = lax.rem(number, _index(MEAN_SLOTS))
+            slot = lax.rem(number, index_of(MEAN_SLOTS))
             plgpu.barrier_wait(full.means.at[slot])
             out = registers.add_means(out, pending, smem.means.at[slot])
             plgpu.barrier_arrive(free.means.at[slot])
@@ -228,13 +228,13 @@ def _compute(
     position_steps = shape.steps(refs, batch)
     rows = registers.rows
     start = (registers.full((ROWS, shape.size), 0.0), rows(0.0), rows(UNSEEN), rows(UNSEEN))
-    groups = lax.div(position_steps + _index(GROUP - 1), _index(GROUP))
+    groups = lax.div(position_steps + index_of(GROUP - 1), index_of(GROUP))
     out, total, reference, _ = lax.fori_loop(0, groups, steps, start)
 
     value_mean = None if smem.value_mean is None else smem.value_mean.at[group]
     value_scale = smem.value_scale.at[group]
     out = normalised(registers, out, total, value_scale, value_mean, refs.out.dtype)
-    _store(shape, refs, smem, out, position)
+    store(shape, refs, smem, out, position)
     if refs.lse is not None:
         smem.lse.at[group][...] = log_sums(registers, total, reference)
         plgpu.commit_smem()
@@ -242,7 +242,7 @@ def _compute(
     plgpu.wait_smem_to_gmem(0)
 
 
-def _store(shape: Shape, refs: Refs, smem: Memory, out, position: Position) -> None:
+def store(shape: Shape, refs: Refs, smem: Memory, out, position: Position) -> None:
     """Write 64 rows of the output through the shared memory that held their queries."""
     batch, head, _, base, group = position
     width = shape.output_columns
@@ -272,7 +272,7 @@ def _copy(
             plgpu.barrier_wait(ring.at[slot])
 
     def copy_means(number):
-        slot = lax.rem(number, _index(MEAN_SLOTS))
+        slot = lax.rem(number, index_of(MEAN_SLOTS))
         reuse(free.means, slot, number, MEAN_SLOTS)
         source = refs.means.at[batch, key_head, pl.ds(number * 8, 8)]
         for half in range(2):
@@ -284,15 +284,15 @@ def _copy(
 
         @pl.loop(jnp.maximum(count - slots, 0), count)
         def _(index):
-            plgpu.barrier_wait(ring.at[lax.rem(index, _index(slots))])
+            plgpu.barrier_wait(ring.at[lax.rem(index, index_of(slots))])
 
     count = shape.steps(refs, batch)
 
     @pl.loop(0, count)
     def _(index):
         tokens = pl.ds(index * STEP, STEP)
-        key_slot = lax.rem(index, _index(config.key_slots))
-        value_slot = lax.rem(index, _index(config.value_slots))
+        key_slot = lax.rem(index, index_of(config.key_slots))
+        value_slot = lax.rem(index, index_of(config.value_slots))
         reuse(free.key, key_slot, index, config.key_slots)
         plgpu.copy_gmem_to_smem(
             refs.key.at[batch, key_head, tokens],
@@ -309,21 +309,21 @@ def _copy(
                 collective_axes=shared,
             )
         if registers.means:
-            pl.when(lax.rem(index, _index(GROUP)) == 0)(
-                functools.partial(copy_means, lax.div(index, _index(GROUP)))
+            pl.when(lax.rem(index, index_of(GROUP)) == 0)(
+                functools.partial(copy_means, lax.div(index, index_of(GROUP)))
             )
 
     drain(free.key, count, config.key_slots)
     drain(free.value, count, config.value_slots)
     if registers.means:
-        drain(free.means, lax.div(count + _index(GROUP - 1), _index(GROUP)), MEAN_SLOTS)
+        drain(free.means, lax.div(count + index_of(GROUP - 1), index_of(GROUP)), MEAN_SLOTS)
 
 
 def attention_body(shape: Shape, registers: Operations, refs: Refs, scratch: Scratch) -> None:
     """What one block of threads does; see the module's text."""
     config = shape.config
     batch, head = lax.axis_index("batch"), lax.axis_index("heads")
-    key_head = lax.div(head, _index(shape.heads_per_key_head))
+    key_head = lax.div(head, index_of(shape.heads_per_key_head))
     block = lax.axis_index("tiles") * config.cluster
     if config.cluster > 1:
         block = block + lax.axis_index("cluster")

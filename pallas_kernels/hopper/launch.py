@@ -17,25 +17,25 @@ from ._schedule import MEAN_SLOTS, Config, Memory, Refs, Rings, Scratch, Shape, 
 
 SHARED_MEMORY = 232448
 """Bytes of shared memory that a block of threads can have."""
-_TILE_ROWS = 8
+TILE_ROWS = 8
 """Rows of a shared-memory tile: lengths of queries are padded to a multiple of it."""
 
 
-def _transforms(columns: int, dtype):
+def transforms(columns: int, dtype):
     """Tiles of 8 rows and up to 128 bytes, swizzled: what TMA and the tensor core share."""
     bytewidth = jnp.dtype(dtype).itemsize
     width = min(128, columns * bytewidth)
-    return _tiled((8, width // bytewidth), width)
+    return tiled((8, width // bytewidth), width)
 
 
-def _tiled(tile: tuple[int, int], swizzle: int) -> Any:
+def tiled(tile: tuple[int, int], swizzle: int) -> Any:
     # Both classes inherit an abstract method that they do not need.
     tiling: Any = plgpu.TilingTransform
     swizzling: Any = plgpu.SwizzleTransform
     return tiling(tile), swizzling(swizzle)
 
 
-def _output_columns(size: int, dtype) -> int:
+def output_columns(size: int, dtype) -> int:
     """Columns of the output that fit where a tile of queries was."""
     return size // jnp.dtype(dtype).itemsize
 
@@ -48,16 +48,16 @@ def _scratch(
     The output leaves through the memory that held the queries. Both have the same bytes for each
     warpgroup; the interpreter, which takes such memory for one place, gets them apart (`alias`).
     """
-    groups, width = config.warpgroups, _output_columns(size, out_dtype)
+    groups, width = config.warpgroups, output_columns(size, out_dtype)
 
     def tiles(shape, dtype, columns):
-        return plgpu.SMEM(shape, dtype, transforms=_transforms(columns, dtype))
+        return plgpu.SMEM(shape, dtype, transforms=transforms(columns, dtype))
 
     query_and_out = (
         tiles((groups, ROWS, size), code_dtype, size),
         tiles((groups, ROWS, width), out_dtype, width),
     )
-    mean_tiles = plgpu.SMEM((MEAN_SLOTS, 16, size), jnp.bfloat16, transforms=_tiled((8, 16), 32))
+    mean_tiles = plgpu.SMEM((MEAN_SLOTS, 16, size), jnp.bfloat16, transforms=tiled((8, 16), 32))
     memory = (
         plgpu.RefUnion(*query_and_out) if alias else query_and_out,
         tiles((config.key_slots, STEP, size), code_dtype, size),
@@ -94,7 +94,11 @@ def shared_memory_bytes(
     config: Config, head_dim: int, code_dtype, out_dtype, *, means: bool = True, lse: bool = False
 ) -> int:
     """Bytes of shared memory that a block of threads allocates, barriers included."""
-    scratch = _scratch(config, head_dim, code_dtype, out_dtype, means, lse)
+    return bytes_of(_scratch(config, head_dim, code_dtype, out_dtype, means, lse))
+
+
+def bytes_of(scratch: Any) -> int:
+    """Bytes of shared memory that a description of memory and barriers comes to."""
     total = 0
     for entry in jax.tree.leaves(scratch):
         if hasattr(entry, "num_barriers"):
@@ -118,7 +122,7 @@ def unsupported(
     return reason
 
 
-def _pad(array: jax.Array, axis: int, multiple: int) -> jax.Array:
+def pad(array: jax.Array, axis: int, multiple: int) -> jax.Array:
     """The array with zeros up to a multiple along an axis."""
     widths = [(0, 0)] * array.ndim
     widths[axis] = (0, -array.shape[axis] % multiple)
@@ -143,21 +147,21 @@ def launch_kernel(
     # Tiled copies are clipped at an array's end but want a multiple of 8 rows; plain ones, and all
     # copies of the interpreter, are not clipped, so their arrays reach to the end of the last tile.
     tile = config.warpgroups * config.cluster * ROWS
-    query_codes = _pad(prepared.query_codes, 2, tile if interpret else _TILE_ROWS)
-    query_scale = _pad(prepared.query_scale, 2, tile)
+    query_codes = pad(prepared.query_codes, 2, tile if interpret else TILE_ROWS)
+    query_scale = pad(prepared.query_scale, 2, tile)
     batch, heads, rows, size = query_codes.shape
     inputs = [query_codes, query_scale, prepared.key_codes, prepared.key_scale]
     inputs += [prepared.value_codes, prepared.value_scale]
     means = prepared.block_means is not None
     if prepared.block_means is not None:
-        inputs.append(_pad(prepared.block_means, 2, _TILE_ROWS))
+        inputs.append(pad(prepared.block_means, 2, TILE_ROWS))
     if prepared.value_mean is not None:
         inputs.append(prepared.value_mean)
     shape = Shape(
         config,
         size,
         heads // prepared.key_codes.shape[1],
-        _output_columns(size, out_dtype),
+        output_columns(size, out_dtype),
         not interpret,
     )
     operations = (InterpretedHopper if interpret else HopperRegisters)(

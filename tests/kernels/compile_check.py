@@ -3,7 +3,7 @@
 Needs the CUDA plugin of the JAX version that is installed (`jax-cuda13-plugin`, `jax-cuda13-pjrt`)
 and `nvidia-cuda-nvdisasm`. Fails on a register spill, on products that the assembler serialised
 (C7512, C7513), and when an attention kernel's main loop has other tensor-core instructions than it
-should. The Hopper kernel and the preprocessing (`compile_preprocessing`) are for sm_90a, the `mma`
+should. The Hopper kernels and the preprocessing (`compile_preprocessing`) are for sm_90a, the `mma`
 kernel is for sm_89, sm_90a and sm_120a.
 
     python -m tests.kernels.compile_check
@@ -11,6 +11,7 @@ kernel is for sm_89, sm_90a and sm_120a.
 
 import collections
 import dataclasses
+import functools
 import importlib.util
 import itertools
 import os
@@ -31,7 +32,7 @@ import jax.numpy as jnp  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import SingleDeviceSharding  # noqa: E402
 
-from vc_jax.pallas_kernels import hopper, mma  # noqa: E402
+from vc_jax.pallas_kernels import hopper, hopper_fp4, mma  # noqa: E402
 from vc_jax.pallas_kernels.layout import Prepared8  # noqa: E402
 
 from . import compile_preprocessing  # noqa: E402
@@ -64,6 +65,30 @@ class Variant:
         parts = [jnp.dtype(self.code_dtype).name, f"D={self.head_dim}", self.softmax]
         parts += ["means" if self.means else "no means", jnp.dtype(self.out_dtype).name]
         return ", ".join(parts + ["lse"] * self.residual)
+
+    def __call__(self, prepared) -> object:
+        return self.attention(
+            prepared,
+            softmax=self.softmax,
+            out_dtype=self.out_dtype,
+            return_residual=self.residual,
+        )
+
+    def arguments(self, array) -> object:
+        """Arrays of the prepared layout, batch 2, four heads on two; `array(shape, dtype)`."""
+        size, length, blocks = self.head_dim, self.length, self.length // 128
+        return Prepared8(
+            array((2, 4, self.rows, size), self.code_dtype),
+            array((2, 4, self.rows), jnp.float32),
+            array((2, 2, length, size), self.code_dtype),
+            array((2, 2, blocks), jnp.float32),
+            array((2, 2, size + 8, length), E4M3),
+            array((2, 2, size), jnp.float32),
+            array((2, 2, blocks, size), jnp.bfloat16) if self.means else None,
+            None if self.means else array((2, 2, size), jnp.float32),
+            array((2,), jnp.int32),
+            array((2, 4, self.rows), jnp.float32),
+        )
 
     @property
     def loop_instructions(self) -> tuple[tuple[str, int], ...]:
@@ -110,6 +135,55 @@ class MmaVariant(Variant):
         return first, ("QMMA.16832.F32.E4M3.E4M3", values)
 
 
+@dataclasses.dataclass(frozen=True)
+class Fp4Variant(Variant):
+    """A compiled form of the kernel of NVFP4 in float16 products."""
+
+    def __str__(self) -> str:
+        return super().__str__().replace(jnp.dtype(self.code_dtype).name, "NVFP4 in float16")
+
+    def __call__(self, prepared) -> object:
+        return hopper_fp4.attention(
+            prepared, out_dtype=self.out_dtype, return_residual=self.residual
+        )
+
+    def arguments(self, array) -> object:
+        """As above, decoded."""
+        size, length, blocks = self.head_dim, self.length, self.length // 128
+        return hopper_fp4.Decoded4(
+            array((2, 4, self.rows, size), jnp.float16),
+            array((2, 4, self.rows), jnp.float32),
+            array((2, 2, length, size), jnp.float16),
+            array((2, 2, blocks), jnp.float32),
+            array((2, 2, size, length), jnp.float16),
+            array((2, 2, size), jnp.float32),
+            array((2, 2, 16 * blocks, size), jnp.bfloat16) if self.means else None,
+            None if self.means else array((2, 2, size), jnp.float32),
+            array((2,), jnp.int32),
+        )
+
+    @property
+    def loop_instructions(self) -> tuple[tuple[str, int], ...]:
+        """Two blocks of keys, two of values, and the means of two blocks."""
+        wanted = collections.Counter({"HGMMA.64x128x16.F32": 2 * (self.head_dim // 16)})
+        wanted[f"HGMMA.64x{self.head_dim}x16.F32"] += 16
+        if self.means:
+            wanted[f"HGMMA.64x{self.head_dim}x16.F32.BF16"] = 2
+        return tuple(wanted.items())
+
+
+def fp4_variants() -> list[Fp4Variant]:
+    """Every feature at least once."""
+    return [
+        Fp4Variant(softmax="exp"),
+        Fp4Variant(softmax="exp", means=False),
+        Fp4Variant(softmax="exp", head_dim=64, out_dtype=jnp.float16),
+        Fp4Variant(softmax="exp", head_dim=64, means=False, residual=True),
+        Fp4Variant(softmax="exp", out_dtype=jnp.float32, residual=True, rows=77),
+        Fp4Variant(softmax="exp", rows=1, length=256, residual=True, means=False),
+    ]
+
+
 def mma_variants() -> list[MmaVariant]:
     """Every feature at least once, and the formats on every compute capability."""
     found = []
@@ -147,44 +221,16 @@ def variants() -> list[Variant]:
     return found
 
 
-def abstract_arguments(variant: Variant, sharding) -> Prepared8:
-    """Arrays of the prepared layout, batch 2, four heads on two."""
-    size, length, blocks = variant.head_dim, variant.length, variant.length // 128
-
-    def array(shape, dtype):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-    return Prepared8(
-        array((2, 4, variant.rows, size), variant.code_dtype),
-        array((2, 4, variant.rows), jnp.float32),
-        array((2, 2, length, size), variant.code_dtype),
-        array((2, 2, blocks), jnp.float32),
-        array((2, 2, size + 8, length), E4M3),
-        array((2, 2, size), jnp.float32),
-        array((2, 2, blocks, size), jnp.bfloat16) if variant.means else None,
-        None if variant.means else array((2, 2, size), jnp.float32),
-        array((2,), jnp.int32),
-        array((2, 4, variant.rows), jnp.float32),
-    )
-
-
 def compile_variant(variant: Variant, device) -> tuple[str, str]:
     """The assembler's log and the machine code."""
     folder = pathlib.Path(_FOLDER.name)
     for old in folder.iterdir():
         old.unlink()
 
-    def call(prepared: Prepared8):
-        return variant.attention(
-            prepared,
-            softmax=variant.softmax,
-            out_dtype=variant.out_dtype,
-            return_residual=variant.residual,
-        )
-
-    arguments = abstract_arguments(variant, SingleDeviceSharding(device))
+    sharding = SingleDeviceSharding(device)
+    arguments = variant.arguments(functools.partial(jax.ShapeDtypeStruct, sharding=sharding))
     with jax.default_device(device):
-        traced = jax.jit(call).trace(arguments)
+        traced = jax.jit(variant.__call__).trace(arguments)
         traced.lower(lowering_platforms=("cuda",)).compile()
     log = "".join(path.read_text() for path in folder.glob("*.ptxas"))
     code = "".join(path.read_text() for path in folder.glob("*.sass*"))
@@ -252,7 +298,7 @@ def check(target: str) -> int:
     preprocessing = compile_preprocessing.all_kernels() if target == "h200" else []
     for kernel in preprocessing:
         bad += _report(kernel, compile_preprocessing.fault(kernel, device, folder) or "")
-    attention = [v for v in [*variants(), *mma_variants()] if v.target == target]
+    attention = [v for v in [*variants(), *fp4_variants(), *mma_variants()] if v.target == target]
     for variant in attention:
         bad += _report(variant, "; ".join(faults(variant, *compile_variant(variant, device))))
     total = len(preprocessing) + len(attention)

@@ -39,6 +39,11 @@ def _fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return exact.astype(a.dtype)
 
 
+def _log2(values: np.ndarray) -> np.ndarray:
+    with np.errstate(divide="ignore"):
+        return np.log2(values)
+
+
 def _relu(values: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(values), values, np.maximum(values, values.dtype.type(0)))
 
@@ -64,6 +69,11 @@ def _pair(kind: Any, change: Callable[[np.ndarray], np.ndarray] = lambda x: x) -
     return convert
 
 
+def _e4m3_as_halves(pair: Bits) -> Bits:
+    numbers = np.ascontiguousarray(pair)[..., None].view(ml_dtypes.float8_e4m3fn)
+    return _packed(*(numbers[..., i].astype(np.float16) for i in range(2)))
+
+
 def _permuted(low: Bits, high: Bits, selector: Bits) -> Bits:
     """Each hex digit of the selector picks one of the eight bytes."""
     bytes_of = np.concatenate([x[..., None].view(np.uint8) for x in (low, high)], -1)
@@ -83,8 +93,12 @@ OPCODES: dict[str, Callable[..., Any]] = {
     "abs.f32": _on_f32(np.abs),
     "max.NaN.f32": _on_f32(np.maximum),
     "ex2.approx.ftz.f32": _on_f32(np.exp2),
+    "lg2.approx.ftz.f32": _on_f32(_log2),
     "max.s32": lambda a, b: np.maximum(a.view(np.int32), b.view(np.int32)).view(np.uint32),
     "max.f16x2": _on_halves(np.fmax),
+    "min.f16x2": _on_halves(np.fmin),
+    "mul.rn.f16x2": _on_halves(np.multiply),
+    "fma.rn.f16x2": _on_halves(_fma),
     "add.rn.f16x2": _on_halves(np.add),
     "fma.rn.relu.f16x2": _on_halves(lambda a, b, c: _relu(_fma(a, b, c))),
     "cvt.rn.f16x2.f32": _pair(np.float16),
@@ -93,6 +107,8 @@ OPCODES: dict[str, Callable[..., Any]] = {
     "cvt.rn.satfinite.e4m3x2.f32": _pair(
         ml_dtypes.float8_e4m3fn, lambda x: np.clip(x, -448.0, 448.0)
     ),
+    "cvt.rn.f16x2.e4m3x2": _e4m3_as_halves,
+    "mul.lo.u32": lambda a, b: (a * b).astype(np.uint32),
     "cvt.f32.f16": lambda a: _floats(_floats(a, np.float16).astype(np.float32), np.uint32),
     "prmt.b32": _permuted,
     "and.b32": lambda a, b: a & b,
@@ -167,6 +183,10 @@ def computing(registers: ModuleType, ptx: ModuleType) -> tuple[Any, Any]:
     arith = SimpleNamespace(
         addf=functools.partial(np.add, dtype=np.float32),
         subf=functools.partial(np.subtract, dtype=np.float32),
+        subi=lambda a, b: np.subtract(a, b, dtype=np.int32, casting="unsafe"),
+        CmpIPredicate=SimpleNamespace(sgt=np.greater),
+        cmpi=lambda compare, a, b: compare(a, np.int32(b)),
+        select=np.where,
     )
     vars(registers).update(ptx=ptx, arith=arith)
     vars(ptx).update(

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import vc_jax
+from vc_jax._decode import decode
 from vc_jax._implementations import Implementation, Static
 
 from ..core import oracles
@@ -60,27 +61,26 @@ class UnderTest:
 def _run_interpreted(static: Static, prepared: Any, dtype: Any):
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
-    from vc_jax.pallas_kernels import hopper
+    from vc_jax.pallas_kernels import hopper, hopper_fp4
 
-    return hopper.attention(
-        prepared,
-        softmax=static.config.softmax,
-        out_dtype=dtype,
-        return_residual=static.residual,
-        config=hopper.Config(warpgroups=1, cluster=1, key_slots=2, value_slots=2),
-        interpret=plgpu.InterpretGPUParams(),
-    )
+    options = {
+        "out_dtype": dtype,
+        "return_residual": static.residual,
+        "config": hopper.Config(warpgroups=1, cluster=1, key_slots=2, value_slots=2),
+        "interpret": plgpu.InterpretGPUParams(),
+    }
+    if static.config.qk == "nvfp4":
+        return hopper_fp4.attention(decode(prepared), **options)
+    return hopper.attention(prepared, softmax=static.config.softmax, **options)
 
 
-INTERPRETED = Implementation(
-    lambda request: "has no NVFP4" if request.config.qk == "nvfp4" else None,
-    on_prepared=_run_interpreted,
-)
+INTERPRETED = Implementation(lambda request: None, on_prepared=_run_interpreted)
 EIGHT_BIT = ("int8", "fp8")
+LOW_BIT = (*EIGHT_BIT, "nvfp4")
 UNDER_TEST = (
     UnderTest("xla", tuple(CONFIGS)),
-    UnderTest("hopper interpreted", EIGHT_BIT, entry=INTERPRETED, batch=(0, 4, 5), slow=True),
-    UnderTest("hopper", EIGHT_BIT, gpu="9.0"),
+    UnderTest("hopper interpreted", LOW_BIT, entry=INTERPRETED, batch=(0, 4, 5), slow=True),
+    UnderTest("hopper", LOW_BIT, gpu="9.0"),
     UnderTest("cudnn", ("bf16",), gpu="9.0", dtype="bfloat16", normaliser=False, any_pattern=False),
 )
 
