@@ -17,9 +17,9 @@ import jax.numpy as jnp
 
 import vc_jax
 from vc_jax._decode import decode
+from vc_jax._prepare import Prepared4
 
 from ..pallas_kernels import hopper, hopper_fp4
-from ..pallas_kernels.layout import Prepared8
 from ._workloads import Workload
 
 SCHEDULE = vc_jax.DenoisingSchedule(40)
@@ -118,7 +118,7 @@ def prepare_job(workload: Workload, preset: str, *, smooth: bool, ordered: bool 
             key_mean=vc_jax.mean_key(key),
             smooth=smooth,
         )
-        return prepared if isinstance(prepared, Prepared8) else decode(prepared)
+        return decode(prepared) if isinstance(prepared, Prepared4) else prepared
 
     arguments = abstract_inputs(workload)
     if ordered:

@@ -113,8 +113,8 @@ class RowHalf:
         bias = arith.addf(shift, log)
         codes = []
         for i in range(0, 16, 2):
-            both = [ptx.exp2(ptx.fma(x, unit, bias)) for x in self.values[group][i : i + 2]]
-            codes.append(_round_to_e2m1(ptx.half2_from_f32(*both)))
+            low, high = (ptx.exp2(ptx.fma(x, unit, bias)) for x in self.values[group][i : i + 2])
+            codes.append(_round_to_e2m1(ptx.half2_from_f32(low, high)))
         # Sums of 16 codes are exact in float16.
         both = functools.reduce(ptx.half2_add, codes)
         count = arith.addf(ptx.half_to_f32(both, False), ptx.half_to_f32(both, True))
@@ -154,7 +154,7 @@ class Fp4Registers(TileOperations):
     means: bool
     size: int
 
-    def scores(self, query_ref, key_refs) -> tuple[jax.Array, ...]:
+    def scores(self, query_ref, key_refs) -> Any:
         """Products of 64 queries and two blocks of keys."""
 
         def multiply(accumulators):
