@@ -158,9 +158,19 @@ class ModelMesh:
         return self.constrained(tree, self.batch_axis)
 
     def constrained(self, tree: Any, *axes: MeshAxes) -> Any:
-        """Arrays of a pytree whose first axes are split over these."""
-        place = self.sharding(*axes)
-        return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, place), tree)
+        """Arrays of a pytree whose first axes are split over these.
+
+        Outside of a trace an axis that the devices do not divide stays whole: there JAX has no
+        arrays in unequal parts.
+        """
+
+        def constrain(x: Array) -> Array:
+            fitting = axes
+            if not isinstance(x, Tracer):
+                fitting = (a if n % self.size(a) == 0 else None for n, a in zip(x.shape, axes))
+            return jax.lax.with_sharding_constraint(x, self.sharding(*fitting))
+
+        return jax.tree.map(constrain, tree)
 
     def by_rows(self, attention: Callable[..., Array]) -> Callable[..., Array]:
         """Attention of spread rows to keys that every device has, as those of a text.

@@ -6,6 +6,7 @@ import re
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -137,6 +138,13 @@ def check_weights_are_brought_together_a_layer_at_a_time():
     of_a_layer = kernel.size // kernel.shape[0] // mesh().size("tensor")
     assert of_a_layer in sizes
     assert max(sizes) < 2 * of_a_layer
+
+
+def check_rows_that_nothing_divides_outside_of_a_trace():
+    rows = np.zeros((2, 3, 5), np.float32)
+    placed = mesh().rows(jnp.asarray(rows)).sharding
+    assert placed.is_equivalent_to(mesh().sharding("batch"), 3)
+    assert jax.jit(mesh().rows)(rows).shape == rows.shape
 
 
 def check_the_sample_job_on_two_devices():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from typing import Any
 
 import jax
 
@@ -41,9 +42,11 @@ def check_calls():
 
 def check_a_wrong_result_is_seen():
     right = calls.vc_jax.sharding.sharded_attention
-    calls.vc_jax.sharding.sharded_attention = lambda *x, **options: jax.tree.map(
-        lambda out: 1.1 * out, right(*x, **options)
-    )
+
+    def wrong(*tensors: jax.Array, **options: Any) -> Any:
+        return jax.tree.map(lambda x: 1.1 * x, right(*tensors, **options))
+
+    calls.vc_jax.sharding.sharded_attention = wrong
     try:
         rows = calls.measure_calls(Workload("small", 22, 2, 32), ["bf16"], [2], 0.01, log)
     finally:
