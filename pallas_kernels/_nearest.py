@@ -29,6 +29,8 @@ _FINER = 3.5
 """Units of a centroid's code in one of a token's code."""
 _RESIDENT = 264
 """Programs above which each goes through more tiles: what the GPU holds at a time."""
+_PARTS = 16
+"""Parts of the tokens at most whose sums are merged."""
 _FAR = 3.0e38
 _TINY = 2.0**-100
 
@@ -74,44 +76,46 @@ def _codes_body(tiles, program, *refs, k: int, columns: int, packed: bool, parts
     else:
         centroids_ref, *refs = refs
     scale_ref, shift_ref, code_ref, base_ref, *new_ref = refs
-    place = tiles.index(BLOCK, "block")
+    # A tile of 64 rows takes half as long to fill.
+    kind, held = ("half", CHUNK) if columns <= CHUNK else ("block", BLOCK)
+    place = tiles.index(held, kind)
     bits_kept, zero = (7, 192.0) if packed else (23, 64.0)
 
     def rows_of(number):
         row = jnp.where(number < k, by_head * k + number, -1)
         if not parts:
-            return tiles.rows(centroids_ref, row, "block")
+            return tiles.rows(centroids_ref, row, kind)
         rows, count = _merged(tiles, sums_ref, counts_ref, by_head * parts, parts, number)
-        rows = rows * tiles.over_tokens(1.0 / jnp.maximum(count, 1.0), "block")
+        rows = rows * tiles.over_tokens(1.0 / jnp.maximum(count, 1.0), kind)
         # An empty cluster takes its row; the sum of nothing is zero.
-        rows = rows + tiles.rows(centroids_ref, jnp.where(count > 0, -1, row), "block")
-        tiles.put_rows(new_ref[0], row, rows)
+        rows = rows + tiles.rows(centroids_ref, jnp.where(count > 0, -1, row), kind)
+        tiles.put_rows(new_ref[0], row, rows, kind)
         return rows
 
-    few = rows_of(place) if columns <= BLOCK else None
+    few = rows_of(place) if columns <= held else None
 
     def over_tiles(count, body, start):
         """`body` of rows, float32 1 at those of centroids, their numbers, and a carry."""
 
         def step(tile, carry):
-            number = tile * BLOCK + place
+            number = tile * held + place
             rows = rows_of(number) if few is None else few
             return body(rows, jnp.where(number < k, 1.0, 0.0), number, carry)
 
         if few is not None:
             return step(0, start)
-        return lax.fori_loop(0, pl.cdiv(count, BLOCK), step, start)
+        return lax.fori_loop(0, pl.cdiv(count, held), step, start)
 
     def add(rows, there, number, total):
         del there, number
         return total + jnp.sum(rows, 0)
 
-    zeros = tiles.zeros((tiles.size,), jnp.float32, "block")
+    zeros = tiles.zeros((tiles.size,), jnp.float32, kind)
     mean = over_tiles(k, add, zeros) * (1.0 / k)
 
     def spread(rows, there, number, carry):
         del number
-        moved = rows - tiles.over_tokens(there, "block") * tiles.over_channels(mean, BLOCK, "block")
+        moved = rows - tiles.over_tokens(there, kind) * tiles.over_channels(mean, held, kind)
         largest, squares = carry
         return jnp.maximum(largest, tiles.largest(moved, 0)), squares + jnp.sum(moved * moved, 0)
 
@@ -129,35 +133,34 @@ def _codes_body(tiles, program, *refs, k: int, columns: int, packed: bool, parts
 
     def encode(rows, there, number, carry):
         # What shift and scale lost by rounding is lost here too, so that it does not matter.
-        code = rows * scale + tiles.over_channels(shift - zero, BLOCK, "block")
+        code = rows * scale + tiles.over_channels(shift - zero, held, kind)
         code = jnp.round(code * _FINER)
         # A centroid that is not finite is at the mean.
         code = jnp.where(jnp.abs(code) < _FAR, jnp.minimum(jnp.maximum(code, -127.0), 127.0), 0.0)
         # The very large bases must stay what they are.
-        code = code * tiles.over_tokens(there, "block")
+        code = code * tiles.over_tokens(there, kind)
         # _FINER·|x − c|² of token code 64 + x and c = code/_FINER, less _FINER·|x|².
         constant = jnp.sum(code * (code * (1 / _FINER) + 128.0), 1)
         base = jnp.round(constant).astype(jnp.int32) << _BITS
         base = jnp.where(number < k, base, 2**31 - _PHASE) + (number & (_PHASE - 1))
         to = jnp.where(number < columns, by_head * columns + number, -1)
-        tiles.put_entries(base_ref, to, base, "block")
-        tiles.put_token_codes(code_ref, to, MAGIC - code)
+        tiles.put_entries(base_ref, to, base, kind)
+        tiles.put_token_codes(code_ref, to, MAGIC - code, kind)
         return carry
 
     over_tiles(columns, encode, jnp.int32(0))
 
 
 def _merged(tiles, sums_ref, counts_ref, first, parts: int, number):
-    """Sums and numbers of the tokens of clusters, float32 [128, H] and [128], of all parts."""
-
-    def add(part, carry):
-        at = jnp.where(number < CHUNK, (first + part) * CHUNK + number, -1)
-        rows, count = carry
-        count = count + tiles.entries(counts_ref, at, "block")
-        return rows + tiles.rows(sums_ref, at, "block"), count
-
-    nothing = tiles.zeros((BLOCK, tiles.size), jnp.float32, "block")
-    return lax.fori_loop(0, parts, add, (nothing, tiles.full(BLOCK, jnp.float32(0), "block")))
+    """Sums and numbers of the tokens of clusters, float32 [64, H] and [64], of all parts."""
+    rows = tiles.zeros((CHUNK, tiles.size), jnp.float32, "half")
+    count = tiles.full(CHUNK, jnp.float32(0), "half")
+    # Not a loop: all parts are on their way at a time.
+    for part in range(parts):
+        at = (first + part) * CHUNK + number
+        count = count + tiles.entries(counts_ref, at, "half")
+        rows = rows + tiles.rows(sums_ref, at, "half")
+    return rows, count
 
 
 def _rounded(values, bits: int):
@@ -392,7 +395,7 @@ def sum_members(
     batch, length, heads, size = values.shape
     sampled = pl.cdiv(length, stride)
     tiles = pl.cdiv(sampled, BLOCK)
-    share = pl.cdiv(tiles * batch * heads, _RESIDENT)
+    share = pl.cdiv(tiles, min(_PARTS, max(1, _RESIDENT // (batch * heads))))
     parts = pl.cdiv(tiles, share)
     masks = () if valid is None else (valid.astype(jnp.int32).reshape(-1),)
     shape = (length, heads, sampled, parts)

@@ -65,7 +65,7 @@ class Slots:
         source = jnp.minimum(jnp.maximum(source, 0), length - 1)
         return (batch * length + source) * heads + head
 
-    def over_blocks(self, first, share: int, body, start):
+    def over_blocks(self, first, share, body, start):
         """`body(block, rows, carry)` of blocks in turn, the next one's rows looked up meanwhile."""
 
         def step(index, carry):

@@ -14,7 +14,7 @@ Two layouts of a tile of n tokens by H channels:
   Of 8-bit codes of tokens, two words of four hold the eight channels: column c = 32 j + 16 p +
   4 t + e ("coded") is channel 32 j + 8 t + 4 p + e.
 * `BLOCK` (values, 128 tokens): a thread holds 8 neighbouring channels of 16 neighbouring tokens (8,
-  if H is 64), so that all tokens of a channel are in one warp.
+  if H is 64), so that all tokens of a channel are in one warp. `HALF` (64 rows): of half as many.
 """
 
 import dataclasses
@@ -63,9 +63,9 @@ def stored_channels(size: int) -> np.ndarray:
     return group // 8 * 64 + thread * 16 + group % 8 * 2 + pair
 
 
-def _block_layout(size: int) -> Any:
-    tokens = size // 8
-    tiling = fa.Tiling(((BLOCK, size), (tokens, size // 4), (8,)))
+def _block_layout(size: int, rows: int = BLOCK) -> Any:
+    tokens = size // 8 * rows // BLOCK
+    tiling = fa.Tiling(((rows, size), (tokens, size // 4), (8,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-5, -2), vector_dim=-1)
 
 
@@ -173,13 +173,15 @@ class Tiles:
     def _tokens(self, kind: str, tokens: int = BLOCK) -> Any:
         if kind == "flat":
             return plgpu.Layout.WG_STRIDED((tokens,), vec_size=1)
-        return (_WGMMA if kind == "rows" else _block_layout(self.size)).reduce(1)
+        return self._tile(kind).reduce(1)
 
     def _channels(self, kind: str) -> Any:
-        return (_WGMMA if kind == "rows" else _block_layout(self.size)).reduce(0)
+        return self._tile(kind).reduce(0)
 
     def _tile(self, kind: str) -> Any:
-        return _WGMMA if kind == "rows" else _block_layout(self.size)
+        if kind == "rows":
+            return _WGMMA
+        return _block_layout(self.size, BLOCK // 2 if kind == "half" else BLOCK)
 
     def over_tokens(self, tokens: jax.Array, kind: str) -> jax.Array:
         """[n] as [n, H]."""
@@ -337,8 +339,8 @@ class Tiles:
         kind = utils.dtype_to_ir_type(dtype)
         width = utils.bitwidth(kind) // 8
         base, mine = _pointer(ref), _times(self._first_channel(), width)
-        layout = _block_layout(self.size).to_mgpu()
-        registers = np.empty(layout.registers_shape((BLOCK, self.size)), dtype=object)
+        layout = _block_layout(self.size, rows := row.shape[0]).to_mgpu()
+        registers = np.empty(layout.registers_shape((rows, self.size)), dtype=object)
         for token, register in enumerate(row.registers.flat):
             at = ptx.element(register, 0)
             address = _address(base, at, self.size * width, mine)
@@ -407,10 +409,10 @@ class Tiles:
         """Call `body` with 0 … count - 1; what it keeps is in memory."""
         lax.fori_loop(0, count, lambda index, _: body(index), None)
 
-    def put_token_codes(self, ref, row: jax.Array, values: jax.Array) -> None:
+    def put_token_codes(self, ref, row: jax.Array, values: jax.Array, kind: str) -> None:
         """Store the lowest bytes of a block's bits as rows of int8 [R, H], in coded columns."""
 
-        @_inline(arg_types=(_REF, self._tokens("block"), self._tile("block")))
+        @_inline(arg_types=(_REF, self._tokens(kind), self._tile(kind)))
         def store(ctx, ref, row, values):
             del ctx
             base, channel = _pointer(ref), self._first_channel()
@@ -570,10 +572,10 @@ class Tiles:
 
         store(ref, row, values)
 
-    def put_rows(self, ref, row: jax.Array, values: jax.Array) -> None:
+    def put_rows(self, ref, row: jax.Array, values: jax.Array, kind: str) -> None:
         """Store a block's rows as float32 [R, H]."""
 
-        @_inline(arg_types=(_REF, self._tokens("block"), self._tile("block")))
+        @_inline(arg_types=(_REF, self._tokens(kind), self._tile(kind)))
         def store(ctx, ref, row, values):
             del ctx
             base, mine = _pointer(ref), _times(self._first_channel(), 4)

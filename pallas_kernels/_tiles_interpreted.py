@@ -100,7 +100,8 @@ class InterpretedTiles:
         parts = codes.reshape(-1, self.size // 32, 4, 2, 4)
         return parts.transpose(0, 1, 3, 2, 4).reshape(codes.shape)
 
-    def put_token_codes(self, ref, row: jax.Array, values: jax.Array) -> None:
+    def put_token_codes(self, ref, row: jax.Array, values: jax.Array, kind: str) -> None:
+        del kind
         codes = lax.bitcast_convert_type(values, jnp.int32).astype(jnp.int8)
         parts = codes.reshape(-1, self.size // 32, 4, 2, 4)
         ref[_or_last(ref, row)] = parts.transpose(0, 1, 3, 2, 4).reshape(codes.shape)
@@ -156,7 +157,8 @@ class InterpretedTiles:
         parts = values.reshape(-1, self.size // 32, 4, 4, 2)  # `loaded_channels`
         ref[_or_last(ref, row)] = parts.transpose(0, 1, 3, 2, 4).reshape(values.shape)
 
-    def put_rows(self, ref, row: jax.Array, values: jax.Array) -> None:
+    def put_rows(self, ref, row: jax.Array, values: jax.Array, kind: str) -> None:
+        del kind
         ref[_or_last(ref, row)] = values
 
     def with_chain(self, body) -> None:

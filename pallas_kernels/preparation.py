@@ -284,7 +284,11 @@ def _key_body(tiles, program, key_ref, count_ref, *refs, shape, share, has, rota
             )
             return scale
 
-        held.over_blocks(first * share, share, quantise, jnp.float32(0))
+        begin, number = first * share, share
+        if share == 1:
+            back = (lax.rem(begin, jnp.int32(2)) == 1) & (begin * BLOCK >= count)
+            begin, number = begin - back.astype(jnp.int32), 1 + back.astype(jnp.int32)
+        held.over_blocks(begin, number, quantise, jnp.float32(0))
 
     own = by_head if has.balance else 0
     tiles.with_row(lambda kept: tiles.with_matrix(matrix_ref, own, lambda m: through(m, kept)))
@@ -321,8 +325,9 @@ def quantize_keys(
 def _key_role(key, count, order, mean, balance, *, rotate: bool, code_dtype) -> Role:
     batch, length, heads, size = key.shape
     blocks = 2 * pl.cdiv(length, STEP)
+    share = tiles_of_program(blocks, batch * heads)
     # Whole steps: their two blocks share what stands in for missing keys.
-    share = 2 * pl.cdiv(tiles_of_program(blocks, batch * heads), 2)
+    share = share if share == 1 else 2 * pl.cdiv(share, 2)
     arguments = [flat(key, 3), count]
     if order is not None:
         arguments.append(flat(order, 3))
