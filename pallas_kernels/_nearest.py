@@ -31,6 +31,8 @@ _RESIDENT = 264
 """Programs above which each goes through more tiles: what the GPU holds at a time."""
 _PARTS = 16
 """Parts of the tokens at most whose sums are merged."""
+_AHEAD = 4
+"""Parts of the sums that are read at a time."""
 _FAR = 3.0e38
 _TINY = 2.0**-100
 
@@ -153,14 +155,19 @@ def _codes_body(tiles, program, *refs, k: int, columns: int, packed: bool, parts
 
 def _merged(tiles, sums_ref, counts_ref, first, parts: int, number):
     """Sums and numbers of the tokens of clusters, float32 [64, H] and [64], of all parts."""
+
+    def add(group, carry):
+        rows, count = carry
+        # Several parts are on their way at a time; more would not fit into the registers.
+        for part in (group * _AHEAD + i for i in range(_AHEAD)):
+            at = jnp.where(part < parts, (first + part) * CHUNK + number, -1)
+            count = count + tiles.entries(counts_ref, at, "half")
+            rows = rows + tiles.rows(sums_ref, at, "half")
+        return rows, count
+
     rows = tiles.zeros((CHUNK, tiles.size), jnp.float32, "half")
     count = tiles.full(CHUNK, jnp.float32(0), "half")
-    # Not a loop: all parts are on their way at a time.
-    for part in range(parts):
-        at = (first + part) * CHUNK + number
-        count = count + tiles.entries(counts_ref, at, "half")
-        rows = rows + tiles.rows(sums_ref, at, "half")
-    return rows, count
+    return lax.fori_loop(0, pl.cdiv(parts, _AHEAD), add, (rows, count))
 
 
 def _rounded(values, bits: int):
