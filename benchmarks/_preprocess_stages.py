@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jax import Array
 
 import vc_jax
-from vc_jax import _fused, _prepare
+from vc_jax import _fused
 
-from ..pallas_kernels import clustering, preparation
+from ..pallas_kernels import clustering, preparation, statistics
+from ..pallas_kernels.layout import STEP
 from ._workloads import Workload
 
 CONFIG = vc_jax.PRESETS["int8"]
@@ -115,24 +116,19 @@ def _preparation_stages(inputs: Inputs, order, presets: Sequence[str]) -> Iterat
     sizes = functools.partial(_fused.channel_sizes_fused, config=config)
     yield _stage("key mean", sizes, query, key)
     mean, balance = jax.jit(sizes)(query, key)
-    ones = jnp.ones((key.shape[0], key.shape[2]), jnp.float32)
+    blocks = -(-key.shape[1] // STEP) * 2
+    key_scale = jnp.ones((key.shape[0], key.shape[2], blocks), jnp.float32)
     for preset in presets:
         formats = {"rotate": True, "code_dtype": _code_dtype(preset)}
         quantise = functools.partial(preparation.quantize_keys, **formats)
         yield _stage(f"keys, {preset}", quantise, key, count, order, mean, balance)
         quantise = functools.partial(preparation.quantize_queries, scale=0.1, **formats)
-        yield _stage(f"queries, {preset}", quantise, query, ones, ones, balance)
-    yield _stage("value statistics", preparation.value_statistics, value, count, order)
-    found = jax.jit(preparation.value_statistics)(value, count, order)
-    scale = _prepare.value_scale_of(found.half_largest, found.means)
-    scaled = _prepare.scaled_means(found.means, scale)
-    yield _stage("values", preparation.quantize_values, value, count, order, scaled, scale)
-    ends = functools.partial(preparation.channel_statistics, wanted=("sum", "high", "low"))
-    yield _stage("value mean and ends (after the window)", ends, value)
-    one = scale[:, :, None]
-    yield _stage(
-        "values (after the window)", preparation.quantize_values, value, count, order, one, scale
-    )
+        yield _stage(f"queries, {preset}", quantise, query, key_scale, balance)
+    for smooth, when in ((True, ""), (False, " (after the window)")):
+        look = functools.partial(statistics.value_statistics, smooth=smooth)
+        yield _stage(f"value statistics{when}", look, value, count, order)
+        found = jax.jit(look)(value, count, order)
+        yield _stage(f"values{when}", preparation.quantize_values, value, count, order, found)
 
 
 def _code_dtype(preset: str):

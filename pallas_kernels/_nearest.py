@@ -27,6 +27,12 @@ _PHASE = 1 << _BITS
 MAX_CLUSTERS = 2048
 _FINER = 3.5
 """Units of a centroid's code in one of a token's code."""
+_RESIDENT = 264
+"""Programs above which each goes through more tiles: what the GPU holds at a time."""
+_PARTS = 16
+"""Parts of the tokens at most whose sums are merged."""
+_AHEAD = 4
+"""Parts of the sums that are read at a time."""
 _FAR = 3.0e38
 _TINY = 2.0**-100
 
@@ -53,33 +59,65 @@ class Codes(NamedTuple):
     base: Array
 
 
-def _codes_body(tiles, program, centroids_ref, *refs, k: int, columns: int, packed: bool):
-    scale_ref, shift_ref, code_ref, base_ref = refs
+class Members(NamedTuple):
+    """Sums over the tokens of each of up to 64 clusters, in parts of the tokens.
+
+    Attributes:
+      total: float32 [B, K, parts, 64, H].
+      count: float32 [B, K, parts, 64], how many they are.
+    """
+
+    total: Float[Array, "b k p c h"]
+    count: Float[Array, "b k p c"]
+
+
+def _codes_body(tiles, program, *refs, k: int, columns: int, packed: bool, parts: int):
     (by_head,) = program
-    place = tiles.index(BLOCK, "block")
+    if parts:
+        centroids_ref, sums_ref, counts_ref, *refs = refs
+    else:
+        centroids_ref, *refs = refs
+    scale_ref, shift_ref, code_ref, base_ref, *new_ref = refs
+    # A tile of 64 rows takes half as long to fill.
+    kind, held = ("half", CHUNK) if columns <= CHUNK else ("block", BLOCK)
+    place = tiles.index(held, kind)
     bits_kept, zero = (7, 192.0) if packed else (23, 64.0)
+
+    def rows_of(number):
+        row = jnp.where(number < k, by_head * k + number, -1)
+        if not parts:
+            return tiles.rows(centroids_ref, row, kind)
+        rows, count = _merged(tiles, sums_ref, counts_ref, by_head * parts, parts, number)
+        rows = rows * tiles.over_tokens(1.0 / jnp.maximum(count, 1.0), kind)
+        # An empty cluster takes its row; the sum of nothing is zero.
+        rows = rows + tiles.rows(centroids_ref, jnp.where(count > 0, -1, row), kind)
+        tiles.put_rows(new_ref[0], row, rows, kind)
+        return rows
+
+    few = rows_of(place) if columns <= held else None
 
     def over_tiles(count, body, start):
         """`body` of rows, float32 1 at those of centroids, their numbers, and a carry."""
 
         def step(tile, carry):
-            number = tile * BLOCK + place
-            row = jnp.where(number < k, by_head * k + number, -1)
-            rows = tiles.rows(centroids_ref, row, "block")
+            number = tile * held + place
+            rows = rows_of(number) if few is None else few
             return body(rows, jnp.where(number < k, 1.0, 0.0), number, carry)
 
-        return lax.fori_loop(0, pl.cdiv(count, BLOCK), step, start)
+        if few is not None:
+            return step(0, start)
+        return lax.fori_loop(0, pl.cdiv(count, held), step, start)
 
     def add(rows, there, number, total):
         del there, number
         return total + jnp.sum(rows, 0)
 
-    zeros = tiles.zeros((tiles.size,), jnp.float32, "block")
+    zeros = tiles.zeros((tiles.size,), jnp.float32, kind)
     mean = over_tiles(k, add, zeros) * (1.0 / k)
 
     def spread(rows, there, number, carry):
         del number
-        moved = rows - tiles.over_tokens(there, "block") * tiles.over_channels(mean, BLOCK, "block")
+        moved = rows - tiles.over_tokens(there, kind) * tiles.over_channels(mean, held, kind)
         largest, squares = carry
         return jnp.maximum(largest, tiles.largest(moved, 0)), squares + jnp.sum(moved * moved, 0)
 
@@ -97,22 +135,39 @@ def _codes_body(tiles, program, centroids_ref, *refs, k: int, columns: int, pack
 
     def encode(rows, there, number, carry):
         # What shift and scale lost by rounding is lost here too, so that it does not matter.
-        code = rows * scale + tiles.over_channels(shift - zero, BLOCK, "block")
+        code = rows * scale + tiles.over_channels(shift - zero, held, kind)
         code = jnp.round(code * _FINER)
         # A centroid that is not finite is at the mean.
         code = jnp.where(jnp.abs(code) < _FAR, jnp.minimum(jnp.maximum(code, -127.0), 127.0), 0.0)
         # The very large bases must stay what they are.
-        code = code * tiles.over_tokens(there, "block")
+        code = code * tiles.over_tokens(there, kind)
         # _FINER·|x − c|² of token code 64 + x and c = code/_FINER, less _FINER·|x|².
         constant = jnp.sum(code * (code * (1 / _FINER) + 128.0), 1)
         base = jnp.round(constant).astype(jnp.int32) << _BITS
         base = jnp.where(number < k, base, 2**31 - _PHASE) + (number & (_PHASE - 1))
         to = jnp.where(number < columns, by_head * columns + number, -1)
-        tiles.put_entries(base_ref, to, base, "block")
-        tiles.put_token_codes(code_ref, to, MAGIC - code)
+        tiles.put_entries(base_ref, to, base, kind)
+        tiles.put_token_codes(code_ref, to, MAGIC - code, kind)
         return carry
 
     over_tiles(columns, encode, jnp.int32(0))
+
+
+def _merged(tiles, sums_ref, counts_ref, first, parts: int, number):
+    """Sums and numbers of the tokens of clusters, float32 [64, H] and [64], of all parts."""
+
+    def add(group, carry):
+        rows, count = carry
+        # Several parts are on their way at a time; more would not fit into the registers.
+        for part in (group * _AHEAD + i for i in range(_AHEAD)):
+            at = jnp.where(part < parts, (first + part) * CHUNK + number, -1)
+            count = count + tiles.entries(counts_ref, at, "half")
+            rows = rows + tiles.rows(sums_ref, at, "half")
+        return rows, count
+
+    rows = tiles.zeros((CHUNK, tiles.size), jnp.float32, "half")
+    count = tiles.full(CHUNK, jnp.float32(0), "half")
+    return lax.fori_loop(0, pl.cdiv(parts, _AHEAD), add, (rows, count))
 
 
 def _rounded(values, bits: int):
@@ -126,28 +181,43 @@ def _rounded(values, bits: int):
 
 
 def codes_of(
-    centroids: Float[Array, "b k c h"], dtype: jnp.dtype, *, interpret: bool = False
-) -> Codes:
-    """Codes of the centroids, and how tokens of a dtype get theirs."""
+    centroids: Float[Array, "b k c h"],
+    dtype: jnp.dtype,
+    members: Members | None = None,
+    *,
+    interpret: bool = False,
+) -> tuple[Codes, Float[Array, "b k c h"]]:
+    """Codes of the centroids and how tokens of a dtype get theirs; and the centroids.
+
+    Args:
+      members: of the clusters, whose means are the centroids; an empty one takes that given.
+    """
     batch, heads, k, size = centroids.shape
     columns = pl.cdiv(k, CHUNK) * CHUNK
     columns = columns if columns <= _PHASE else pl.cdiv(k, _PHASE) * _PHASE
     packed = dtype == jnp.bfloat16
     channels = jax.ShapeDtypeStruct((batch * heads, size), jnp.float32)
+    arguments, parts, new = [centroids.reshape(-1, size)], 0, []
+    if members is not None:
+        parts = members.total.shape[2]
+        arguments += [members.total.reshape(-1, size), members.count.reshape(-1)]
+        new.append(jax.ShapeDtypeStruct((batch * heads * k, size), jnp.float32))
     role = Role(
-        functools.partial(_codes_body, k=k, columns=columns, packed=packed),
+        functools.partial(_codes_body, k=k, columns=columns, packed=packed, parts=parts),
         (batch * heads,),
-        (centroids.reshape(-1, size),),
+        arguments,
         [
             *(channels, channels),
             jax.ShapeDtypeStruct((batch * heads * columns, size), jnp.int8),
             jax.ShapeDtypeStruct((batch * heads * columns,), jnp.int32),
+            *new,
         ],
         size,
     )
-    ((scale, shift, code, base),) = launch([role], interpret=interpret)
+    ((scale, shift, code, base, *found),) = launch([role], interpret=interpret)
     chunks = (batch * heads, columns // CHUNK, CHUNK)
-    return Codes(scale, shift, code.reshape(*chunks, size), base.reshape(chunks))
+    codes = Codes(scale, shift, code.reshape(*chunks, size), base.reshape(chunks))
+    return codes, found[0].reshape(centroids.shape) if found else centroids
 
 
 def _label_body(tiles, program, *refs, shape, k: int, stride: int, share: int):
@@ -213,6 +283,47 @@ def _label_body(tiles, program, *refs, shape, k: int, stride: int, share: int):
     tiles.with_centroids(held, width, run)
 
 
+def label_role(
+    values: Float[Array, "b s k h"],
+    codes: Codes,
+    k: int,
+    valid: Bool[Array, "b s"] | None = None,
+    *,
+    stride: int = 1,
+) -> Role:
+    """Programs that label every `stride`-th token by codes of k centroids."""
+    batch, length, heads, size = values.shape
+    sampled = pl.cdiv(length, stride)
+    share, segments = segments_of(sampled, batch * heads)
+    width = width_of(k)
+    columns = codes.base.shape[1] * CHUNK
+    masks = () if valid is None else (valid.astype(jnp.int32).reshape(-1),)
+    body = functools.partial(
+        _label_body,
+        shape=(length, heads, sampled, segments, width, min(columns, _PHASE)),
+        k=k,
+        stride=stride,
+        share=share,
+    )
+    entries = jax.ShapeDtypeStruct((batch * heads * sampled,), jnp.int32)
+    counts = jax.ShapeDtypeStruct((batch * heads * segments * width,), jnp.int32)
+    return Role(
+        body,
+        (batch, heads, segments),
+        (values.reshape(-1, size), *codes, *masks),
+        [entries, entries, counts],
+        size,
+    )
+
+
+def labels_of(values: Float[Array, "b s k h"], found: list[Array], k: int) -> Labels:
+    """The results of `label_role`."""
+    label, rank, counts = found
+    lead = (values.shape[0], values.shape[2])
+    counts = counts.reshape(*lead, -1, width_of(k))
+    return Labels(label.reshape(*lead, -1), rank.reshape(*lead, -1), counts)
+
+
 def nearest_labels(
     values: Float[Array, "b s k h"],
     centroids: Float[Array, "b k c h"],
@@ -225,36 +336,84 @@ def nearest_labels(
 
     Of centroids that are about as near, either may be taken.
     """
-    batch, length, heads, size = values.shape
     k = centroids.shape[2]
-    sampled = pl.cdiv(length, stride)
-    share, segments = segments_of(sampled, batch * heads)
-    width = width_of(k)
-    codes = codes_of(centroids, values.dtype, interpret=interpret)
-    columns = codes.base.shape[1] * CHUNK
-    masks = () if valid is None else (valid.astype(jnp.int32).reshape(-1),)
-    body = functools.partial(
-        _label_body,
-        shape=(length, heads, sampled, segments, width, min(columns, _PHASE)),
-        k=k,
-        stride=stride,
-        share=share,
+    codes, _ = codes_of(centroids, values.dtype, interpret=interpret)
+    role = label_role(values, codes, k, valid, stride=stride)
+    (found,) = launch([role], interpret=interpret)
+    return labels_of(values, found, k)
+
+
+# --- a few clusters
+
+
+def _members_body(tiles, program, *refs, shape, k: int, stride: int, share: int):
+    values_ref, scale_ref, shift_ref, centroids_ref, base_ref, *masks, total_ref, count_ref = refs
+    (length, heads, sampled, parts), (batch, head, part) = shape, program
+    by_head = batch * heads + head
+    place, row = tiles.index(BLOCK, "rows"), tiles.index(CHUNK, "rows")
+
+    def add(memory, kept, index, carry):
+        token = (part * share + index) * BLOCK + place
+        inside = token < sampled
+        source = batch * length + token * stride
+        valid = inside
+        for valid_ref in masks:
+            valid = tiles.entries(valid_ref, jnp.where(inside, source, -1), "rows") != 0
+        at = jnp.where(valid, source * heads + head, -1)
+        tiles.hold_members(kept, tiles.rows(values_ref, at, "rows"))
+        codes = tiles.token_codes(values_ref, at, scale_ref, shift_ref, by_head)
+        nearest = jnp.min(tiles.distances(codes, memory, 0, 2 << _BITS), 1)
+        label = jnp.minimum(nearest & (_PHASE - 1), k - 1)
+        member = tiles.membership(jnp.where(valid, label, CHUNK), memory)
+        total, count = carry
+        return tiles.add_members(total, member, kept), count + jnp.sum(member, 1)
+
+    def run(memory, kept):
+        tiles.load_centroids(memory, centroids_ref, base_ref, by_head, 0)
+        nothing = tiles.zeros((CHUNK, tiles.size), jnp.float32, "rows")
+        start = (nothing, tiles.full(CHUNK, jnp.float32(0), "rows"))
+        add_tile = functools.partial(add, memory, kept)
+        total, count = lax.fori_loop(0, share, add_tile, start)
+        to = (by_head * parts + part) * CHUNK + row
+        tiles.put_sums(total_ref, to, total)
+        tiles.put_entries(count_ref, to, count, "rows")
+
+    tiles.with_centroids(
+        CHUNK,
+        BLOCK,
+        lambda memory: tiles.with_members(values_ref.dtype, lambda kept: run(memory, kept)),
     )
-    entries = jax.ShapeDtypeStruct((batch * heads * sampled,), jnp.int32)
-    counts = jax.ShapeDtypeStruct((batch * heads * segments * width,), jnp.int32)
+
+
+def sum_members(
+    values: Float[Array, "b s k h"],
+    codes: Codes,
+    k: int,
+    valid: Bool[Array, "b s"] | None = None,
+    *,
+    stride: int = 1,
+    interpret: bool = False,
+) -> Members:
+    """Sums over the tokens of each of up to 64 clusters, without labels: a Lloyd step's half.
+
+    A product on the tensor core, of 0 and 1 with 16-bit values, exact but for the order of sums. A
+    value that is not finite counts as zero.
+    """
+    batch, length, heads, size = values.shape
+    sampled = pl.cdiv(length, stride)
+    tiles = pl.cdiv(sampled, BLOCK)
+    share = pl.cdiv(tiles, min(_PARTS, max(1, _RESIDENT // (batch * heads))))
+    parts = pl.cdiv(tiles, share)
+    masks = () if valid is None else (valid.astype(jnp.int32).reshape(-1),)
+    shape = (length, heads, sampled, parts)
+    lead = batch * heads * parts * CHUNK
     role = Role(
-        body,
-        (batch, heads, segments),
-        (
-            values.reshape(-1, size),
-            *codes,
-            *masks,
-        ),
-        [entries, entries, counts],
+        functools.partial(_members_body, shape=shape, k=k, stride=stride, share=share),
+        (batch, heads, parts),
+        (values.reshape(-1, size), *codes, *masks),
+        [jax.ShapeDtypeStruct(x, jnp.float32) for x in ((lead, size), (lead,))],
         size,
     )
-    ((label, rank, counts),) = launch([role], interpret=interpret)
-    shape = (batch, heads, sampled)
-    return Labels(
-        label.reshape(shape), rank.reshape(shape), counts.reshape(batch, heads, segments, width)
-    )
+    ((total, count),) = launch([role], interpret=interpret)
+    shape = (batch, heads, parts, CHUNK)
+    return Members(total.reshape(*shape, size), count.reshape(shape))

@@ -14,7 +14,7 @@ Two layouts of a tile of n tokens by H channels:
   Of 8-bit codes of tokens, two words of four hold the eight channels: column c = 32 j + 16 p +
   4 t + e ("coded") is channel 32 j + 8 t + 4 p + e.
 * `BLOCK` (values, 128 tokens): a thread holds 8 neighbouring channels of 16 neighbouring tokens (8,
-  if H is 64), so that all tokens of a channel are in one warp.
+  if H is 64), so that all tokens of a channel are in one warp. `HALF` (64 rows): of half as many.
 """
 
 import dataclasses
@@ -41,6 +41,12 @@ _WGMMA = plgpu.Layout.WGMMA
 _REF = plgpu.RefType()
 CHUNK = 64
 """Centroids whose distances exist at a time."""
+_TILING: Any = plgpu.TilingTransform
+_SWIZZLE: Any = plgpu.SwizzleTransform
+_SWIZZLED = (_TILING((8, 64)), _SWIZZLE(128))
+"""Shared memory of 16-bit operands."""
+_PIECES = ((0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (2, 0))
+"""Products of pieces of 8 bits that matter to float32."""
 
 
 def loaded_channels(size: int) -> np.ndarray:
@@ -57,9 +63,9 @@ def stored_channels(size: int) -> np.ndarray:
     return group // 8 * 64 + thread * 16 + group % 8 * 2 + pair
 
 
-def _block_layout(size: int) -> Any:
-    tokens = size // 8
-    tiling = fa.Tiling(((BLOCK, size), (tokens, size // 4), (8,)))
+def _block_layout(size: int, rows: int = BLOCK) -> Any:
+    tokens = size // 8 * rows // BLOCK
+    tiling = fa.Tiling(((rows, size), (tokens, size // 4), (8,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-5, -2), vector_dim=-1)
 
 
@@ -167,13 +173,15 @@ class Tiles:
     def _tokens(self, kind: str, tokens: int = BLOCK) -> Any:
         if kind == "flat":
             return plgpu.Layout.WG_STRIDED((tokens,), vec_size=1)
-        return (_WGMMA if kind == "rows" else _block_layout(self.size)).reduce(1)
+        return self._tile(kind).reduce(1)
 
     def _channels(self, kind: str) -> Any:
-        return (_WGMMA if kind == "rows" else _block_layout(self.size)).reduce(0)
+        return self._tile(kind).reduce(0)
 
     def _tile(self, kind: str) -> Any:
-        return _WGMMA if kind == "rows" else _block_layout(self.size)
+        if kind == "rows":
+            return _WGMMA
+        return _block_layout(self.size, BLOCK // 2 if kind == "half" else BLOCK)
 
     def over_tokens(self, tokens: jax.Array, kind: str) -> jax.Array:
         """[n] as [n, H]."""
@@ -259,19 +267,24 @@ class Tiles:
         return plgpu.load(ref.at[row], layout=self._channels(kind), optimized=False)
 
     def put_channels(self, ref, row, values: jax.Array) -> None:
-        """Store float32 [H], in the layout of a block's channels, as row `row` of [R, H]."""
-        layout = self._channels("block")
+        """Store float32 [H], in the layout of a block's channels, as row `row` of [R, H].
+
+        To a bfloat16 array they have to be exact in it.
+        """
+        layout, width = self._channels("block"), jnp.dtype(ref.dtype).itemsize
 
         @_inline(arg_types=(_REF, plgpu.Layout.WG_SPLAT((1,)), layout))
         def store(ctx, ref, row, values):
             del ctx
             at = row.registers.item()
-            offset = _times(self._first_channel(), 4)
-            address = _address(_pointer(ref), at, self.size * 4, offset)
+            offset = _times(self._first_channel(), width)
+            address = _address(_pointer(ref), at, self.size * width, offset)
             (register,) = values.registers.flat
-            for part in range(2):
-                words = [ptx.bits(ptx.element(register, 4 * part + i)) for i in range(4)]
-                _store_words(arith.addi(address, _constant64(16 * part)), at, words)
+            words = [ptx.bits(ptx.element(register, i)) for i in range(8)]
+            words = words if width == 4 else _narrow(words)
+            for part in range(len(words) // 4):
+                some = words[4 * part : 4 * part + 4]
+                _store_words(arith.addi(address, _constant64(16 * part)), at, some)
 
         store(ref, jnp.full((1,), row, jnp.int32), values)
 
@@ -326,8 +339,8 @@ class Tiles:
         kind = utils.dtype_to_ir_type(dtype)
         width = utils.bitwidth(kind) // 8
         base, mine = _pointer(ref), _times(self._first_channel(), width)
-        layout = _block_layout(self.size).to_mgpu()
-        registers = np.empty(layout.registers_shape((BLOCK, self.size)), dtype=object)
+        layout = _block_layout(self.size, rows := row.shape[0]).to_mgpu()
+        registers = np.empty(layout.registers_shape((rows, self.size)), dtype=object)
         for token, register in enumerate(row.registers.flat):
             at = ptx.element(register, 0)
             address = _address(base, at, self.size * width, mine)
@@ -396,10 +409,10 @@ class Tiles:
         """Call `body` with 0 … count - 1; what it keeps is in memory."""
         lax.fori_loop(0, count, lambda index, _: body(index), None)
 
-    def put_token_codes(self, ref, row: jax.Array, values: jax.Array) -> None:
+    def put_token_codes(self, ref, row: jax.Array, values: jax.Array, kind: str) -> None:
         """Store the lowest bytes of a block's bits as rows of int8 [R, H], in coded columns."""
 
-        @_inline(arg_types=(_REF, self._tokens("block"), self._tile("block")))
+        @_inline(arg_types=(_REF, self._tokens(kind), self._tile(kind)))
         def store(ctx, ref, row, values):
             del ctx
             base, channel = _pointer(ref), self._first_channel()
@@ -506,6 +519,143 @@ class Tiles:
 
         return rank(label, memory.counts)
 
+    # --- sums of clusters
+
+    def with_members(self, dtype, body) -> None:
+        """Call `body` with memory for 128 tokens of a 16-bit dtype."""
+        pl.run_scoped(body, plgpu.SMEM((BLOCK, self.size), dtype, transforms=_SWIZZLED))
+
+    def hold_members(self, memory, rows: jax.Array) -> None:
+        """Keep a tile of rows; what is not finite as zeros, so that it stays in its own cluster."""
+        size = jnp.abs(rows.astype(jnp.float32))
+        rows = jnp.where(size < jnp.inf, rows, jnp.zeros_like(rows))
+        plgpu.commit_smem()
+        memory[...] = rows
+        plgpu.commit_smem()
+
+    def membership(self, label: jax.Array, memory) -> jax.Array:
+        """float32 [64, 128]: 1 where a token of a tile of rows has the label, else 0."""
+        shape = (CHUNK, BLOCK)
+        plgpu.commit_smem()
+        memory.labels[...] = label
+        plgpu.commit_smem()
+        label = plgpu.load(memory.labels, layout=_WGMMA.reduce(0), optimized=False)
+        label = plgpu.layout_cast(lax.broadcast_in_dim(label, shape, [1]), _WGMMA)
+        number = lax.broadcast_in_dim(self.index(CHUNK, "rows"), shape, [0])
+        same = label == plgpu.layout_cast(number, _WGMMA)
+        return jnp.where(same, 1.0, 0.0)
+
+    def add_members(self, total: jax.Array, member: jax.Array, memory) -> jax.Array:
+        """float32 [64, H] plus the sums of the kept tokens of each label."""
+        member = member.astype(memory.dtype)
+        out: Any = pl.run_state(lambda acc: plgpu.wgmma(acc, member, memory))(plgpu.ACC.init(total))
+        return out
+
+    def put_sums(self, ref, row: jax.Array, values: jax.Array) -> None:
+        """Store a tile of rows, in the columns `loaded_channels`, as float32 [R, H]."""
+
+        @_inline(arg_types=(_REF, self._tokens("rows"), _WGMMA))
+        def store(ctx, ref, row, values):
+            del ctx
+            mine = _times(arith.andi(_lane(), ptx.integer(3)), 32)
+            for tile, half in np.ndindex(row.shape[0] // 64, 2):
+                at = ptx.element(row.registers[tile, 0, half, 0, 0], 0)
+                first = _address(_pointer(ref), at, self.size * 4, mine)
+                for part in range(self.size // 16):
+                    pairs = [
+                        values.registers[tile, 2 * part + i, 0, 0, half, 0, 0, 0, 0]
+                        for i in range(2)
+                    ]
+                    words = [ptx.bits(ptx.element(x, i)) for x in pairs for i in range(2)]
+                    offset = 128 * (part // 2) + 16 * (part % 2)
+                    _store_words(arith.addi(first, _constant64(offset)), at, words)
+
+        store(ref, row, values)
+
+    def put_rows(self, ref, row: jax.Array, values: jax.Array, kind: str) -> None:
+        """Store a block's rows as float32 [R, H]."""
+
+        @_inline(arg_types=(_REF, self._tokens(kind), self._tile(kind)))
+        def store(ctx, ref, row, values):
+            del ctx
+            base, mine = _pointer(ref), _times(self._first_channel(), 4)
+            for token, register in enumerate(row.registers.flat):
+                at = ptx.element(register, 0)
+                held = values.registers[0, 0, 0, 0, token, 0, 0]
+                words = [ptx.bits(ptx.element(held, i)) for i in range(8)]
+                address = _address(base, at, self.size * 4, mine)
+                for part in range(2):
+                    some = words[4 * part : 4 * part + 4]
+                    _store_words(arith.addi(address, _constant64(16 * part)), at, some)
+
+        store(ref, row, values)
+
+    # --- the chain of clusters
+
+    def with_chain(self, body) -> None:
+        """Call `body` with memory for three pieces of 64 rows, their squares and distances."""
+        piece = plgpu.SMEM((3, CHUNK, self.size), jnp.bfloat16, transforms=_SWIZZLED)
+        pl.run_scoped(
+            lambda *held: body(_Chain(*held)),
+            *(piece, plgpu.SMEM((CHUNK,), jnp.float32), plgpu.SMEM((CHUNK, BLOCK), jnp.float32)),
+        )
+
+    def inner_products(self, rows: jax.Array, memory) -> jax.Array:
+        """Of float32 rows [64, H] with one another, in float32's precision."""
+        rest = rows
+        for number in range(3):
+            piece = rest.astype(jnp.bfloat16)
+            rest = rest - piece.astype(jnp.float32)
+            memory.pieces.at[number][...] = piece
+        plgpu.commit_smem()
+        total: Any = plgpu.layout_cast(jnp.zeros((CHUNK, CHUNK), jnp.float32), _WGMMA)
+        for one, other in _PIECES:
+            pair = memory.pieces.at[one], memory.pieces.at[other].transpose((1, 0))
+            total = pl.run_state(lambda acc, pair=pair: plgpu.wgmma(acc, *pair))(
+                plgpu.ACC.init(total)
+            )
+        return total
+
+    def over_both(self, square: jax.Array, memory) -> tuple[jax.Array, jax.Array]:
+        """[64] of rows as [64, 64], over the columns and over the rows."""
+        memory.square[...] = square
+        plgpu.commit_smem()
+        column = plgpu.load(memory.square, layout=_WGMMA.reduce(0), optimized=False)
+        shape = (CHUNK, CHUNK)
+        spread = [
+            lax.broadcast_in_dim(square, shape, [0]),
+            lax.broadcast_in_dim(column, shape, [1]),
+        ]
+        one, other = (plgpu.layout_cast(x, _WGMMA) for x in spread)
+        return one, other
+
+    def walk(self, distance: jax.Array, memory, k: int, start, places_ref, first) -> None:
+        """Store places along a greedy chain: always on to the nearest one that is left.
+
+        Args:
+          distance: float32 [64, 64], of the first k.
+          first: where the places of the head go.
+        """
+        memory.distance.at[:, pl.ds(0, CHUNK)][...] = distance
+        plgpu.commit_smem()
+        splat = plgpu.Layout.WG_SPLAT((1,))
+
+        @_inline(arg_types=(_REF, _REF, splat, splat))
+        def go(ctx, distance, places, start, first):
+            del ctx
+            shared = llvm.ptrtoint(ptx.i32(), utils.memref_ptr(distance))
+            to = _address(_pointer(places), first.registers.item(), 4)
+            llvm.inline_asm(
+                ir.Type.parse("!llvm.void"),
+                [shared, ptx.integer(k), start.registers.item(), to],
+                _WALK,
+                "r,r,r,l",
+                has_side_effects=True,
+            )
+
+        one = functools.partial(jnp.full, (1,), dtype=jnp.int32)
+        go(memory.distance, places_ref, one(start), one(first))
+
     # --- codes
 
     def put_codes(self, ref, row: jax.Array, values: jax.Array) -> None:
@@ -583,9 +733,6 @@ class Tiles:
 
     def with_matrix(self, ref, index, body) -> None:
         """Call `body` with what `product` takes as matrix `index` of [n, H, H]."""
-        tiling: Any = plgpu.TilingTransform
-        swizzling: Any = plgpu.SwizzleTransform
-        transforms = (tiling((8, 64)), swizzling(128))
 
         def scoped(memory, barrier):
             plgpu.copy_gmem_to_smem(ref.at[index], memory, barrier)
@@ -593,14 +740,43 @@ class Tiles:
             body(memory)
 
         shape = (self.size, self.size)
-        memory = plgpu.SMEM(shape, ref.dtype, transforms=transforms)
+        memory = plgpu.SMEM(shape, ref.dtype, transforms=_SWIZZLED)
         pl.run_scoped(scoped, memory, plgpu.Barrier())
 
-    def product(self, rows: jax.Array, matrix) -> jax.Array:
-        """rows [n, H] (16-bit floats) times matrixᵀ, float32."""
-        zeros = self.zeros(rows.shape, jnp.float32, "rows")
+    def with_row(self, body) -> None:
+        """Call `body` with memory for two copies of a row of a `"rows"` tile."""
+        pl.run_scoped(body, plgpu.SMEM((2, self.size), jnp.float32))
+
+    def keep_row(self, memory, rows: jax.Array) -> None:
+        """Keep a row of float32 [64, H], which are all alike."""
+        layout = self._channels("rows")
+
+        @_inline(
+            arg_types=(_WGMMA,),
+            return_type=plgpu.ShapeDtypeStruct((self.size,), jnp.float32, layout=layout),
+        )
+        def any_row(ctx, rows):
+            del ctx
+            own = layout.to_mgpu()
+            registers = np.empty(own.registers_shape((self.size,)), dtype=object)
+            registers[:, 0, 0] = rows.registers[0, :, 0, 0, 0, 0, 0, 0, 0]
+            return fa.FragmentedArray(_registers=registers, _layout=own, _is_signed=None)
+
+        row = any_row(rows)
+        for copy in range(2):
+            memory.at[copy][...] = row
+        plgpu.commit_smem()
+
+    def kept_row(self, memory, copy) -> jax.Array:
+        """The row, float32 [H]; a copy that varies keeps it in memory, not in registers."""
+        return plgpu.load(memory.at[copy], layout=self._channels("rows"), optimized=False)
+
+    def product(self, rows: jax.Array, matrix, start: jax.Array | None = None) -> jax.Array:
+        """A start [n, H], or zeros, plus rows [n, H] (16-bit floats) times matrixᵀ, float32."""
+        if start is None:
+            start = self.zeros(rows.shape, jnp.float32, "rows")
         out: Any = pl.run_state(lambda acc: plgpu.wgmma(acc, rows, matrix.transpose((1, 0))))(
-            plgpu.ACC.init(zeros)
+            plgpu.ACC.init(start)
         )
         return out
 
@@ -615,6 +791,70 @@ class _Centroids:
     counts: Any
     labels: Any
 
+
+@dataclasses.dataclass(frozen=True)
+class _Chain:
+    """Shared memory of a program that puts clusters in a chain."""
+
+    pieces: Any
+    square: Any
+    distance: Any
+
+
+_WALK = """{
+.reg .pred here, more, writes;
+.reg .b32 lane, other, now, place, low, high, most, nearest, at, sign, taken_low, taken_high;
+.reg .b64 to;
+mov.u32 lane, %laneid;
+add.s32 other, lane, 32;
+setp.eq.s32 writes, lane, 0;
+setp.ge.s32 here, lane, $1;
+selp.b32 taken_low, 1, 0, here;
+setp.ge.s32 here, other, $1;
+selp.b32 taken_high, 1, 0, here;
+mov.b32 place, 0;
+mov.b32 now, $2;
+GO:
+mad.wide.s32 to, now, 4, $3;
+@writes st.global.b32 [to], place;
+setp.eq.s32 here, lane, now;
+selp.b32 taken_low, 1, taken_low, here;
+setp.eq.s32 here, other, now;
+selp.b32 taken_high, 1, taken_high, here;
+mad.lo.s32 at, now, 512, $0;
+mad.lo.s32 at, lane, 4, at;
+ld.shared.b32 low, [at];
+ld.shared.b32 high, [at+128];
+setp.lt.f32 here, low, 0f7EE1B1E6;
+selp.b32 low, low, 0x7EE1B1E6, here;
+setp.lt.f32 here, high, 0f7EE1B1E6;
+selp.b32 high, high, 0x7EE1B1E6, here;
+add.f32 low, low, 0f00000000;
+add.f32 high, high, 0f00000000;
+shr.s32 sign, low, 31;
+and.b32 sign, sign, 0x7FFFFFFF;
+xor.b32 low, low, sign;
+shr.s32 sign, high, 31;
+and.b32 sign, sign, 0x7FFFFFFF;
+xor.b32 high, high, sign;
+setp.ne.s32 here, taken_low, 0;
+selp.b32 low, 0x7F7FFFFF, low, here;
+setp.ne.s32 here, taken_high, 0;
+selp.b32 high, 0x7F7FFFFF, high, here;
+min.s32 most, low, high;
+redux.sync.min.s32 most, most, 0xffffffff;
+setp.eq.s32 here, high, most;
+selp.b32 nearest, other, 64, here;
+setp.eq.s32 here, low, most;
+selp.b32 nearest, lane, nearest, here;
+redux.sync.min.s32 now, nearest, 0xffffffff;
+add.s32 place, place, 1;
+setp.lt.s32 more, place, $1;
+@more bra GO;
+}"""
+"""Each warp for itself: a lane has two columns, the nearest that is left comes out of two minima.
+
+The distance to a centroid that is not finite is 1.5e38: less than to one that has its place."""
 
 _TURN = """{
 .reg .pred mine, first;

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._numbers import as_float, largest, magnitude_bits
+from ._numbers import as_float, largest, magnitude_bits, ordered_bits
 from ._tiles import CHUNK
 from .layout import BLOCK, COUNT_ROWS
 
@@ -60,7 +60,7 @@ class InterpretedTiles:
         return ref[row]
 
     def put_channels(self, ref, row, values: jax.Array) -> None:
-        ref[row] = values
+        ref[row] = values.astype(ref.dtype)
 
     def rows(self, ref, row: jax.Array, kind: str) -> jax.Array:
         found = jnp.where(row[:, None] < 0, 0, ref[jnp.maximum(row, 0)])
@@ -100,7 +100,8 @@ class InterpretedTiles:
         parts = codes.reshape(-1, self.size // 32, 4, 2, 4)
         return parts.transpose(0, 1, 3, 2, 4).reshape(codes.shape)
 
-    def put_token_codes(self, ref, row: jax.Array, values: jax.Array) -> None:
+    def put_token_codes(self, ref, row: jax.Array, values: jax.Array, kind: str) -> None:
+        del kind
         codes = lax.bitcast_convert_type(values, jnp.int32).astype(jnp.int8)
         parts = codes.reshape(-1, self.size // 32, 4, 2, 4)
         ref[_or_last(ref, row)] = parts.transpose(0, 1, 3, 2, 4).reshape(codes.shape)
@@ -137,11 +138,71 @@ class InterpretedTiles:
         memory.found = memory.found.at[label].add(1)
         return before
 
+    def with_members(self, dtype, body) -> None:
+        del dtype
+        body([None])
+
+    def hold_members(self, memory, rows: jax.Array) -> None:
+        memory[0] = jnp.where(jnp.isfinite(rows), rows, 0)
+
+    def membership(self, label: jax.Array, memory) -> jax.Array:
+        del memory
+        return (label[None] == jnp.arange(CHUNK)[:, None]).astype(jnp.float32)
+
+    def add_members(self, total: jax.Array, member: jax.Array, memory) -> jax.Array:
+        rows = memory[0].astype(jnp.float32)
+        return total + jnp.dot(member, rows, precision=lax.Precision.HIGHEST)
+
+    def put_sums(self, ref, row: jax.Array, values: jax.Array) -> None:
+        parts = values.reshape(-1, self.size // 32, 4, 4, 2)  # `loaded_channels`
+        ref[_or_last(ref, row)] = parts.transpose(0, 1, 3, 2, 4).reshape(values.shape)
+
+    def put_rows(self, ref, row: jax.Array, values: jax.Array, kind: str) -> None:
+        del kind
+        ref[_or_last(ref, row)] = values
+
+    def with_chain(self, body) -> None:
+        body(None)
+
+    def inner_products(self, rows: jax.Array, memory) -> jax.Array:
+        del memory
+        return jnp.dot(rows, rows.T, precision=lax.Precision.HIGHEST)
+
+    def over_both(self, square: jax.Array, memory) -> tuple[jax.Array, jax.Array]:
+        del memory
+        return square[:, None], square[None]
+
+    def walk(self, distance: jax.Array, memory, k: int, start, places_ref, first) -> None:
+        del memory
+        far = 1.5e38
+        column = jnp.arange(CHUNK)
+        distance = ordered_bits(jnp.where(distance < far, distance, far))
+
+        def visit(place, carry):
+            left, current = carry
+            places_ref[first + current] = place
+            left = left & (column != current)
+            seen = jnp.where(left, distance[current], ordered_bits(jnp.float32(3e38)))
+            return left, jnp.argmin(seen).astype(jnp.int32)
+
+        lax.fori_loop(0, k, visit, (column < k, start))
+
     def with_matrix(self, ref, index, body) -> None:
         body(ref[index])
 
-    def product(self, rows: jax.Array, matrix) -> jax.Array:
-        return jnp.dot(rows, matrix.T, preferred_element_type=jnp.float32)
+    def with_row(self, body) -> None:
+        body([])
+
+    def keep_row(self, memory, rows: jax.Array) -> None:
+        memory.append(rows[0])
+
+    def kept_row(self, memory, copy) -> jax.Array:
+        del copy
+        return memory[0]
+
+    def product(self, rows: jax.Array, matrix, start: jax.Array | None = None) -> jax.Array:
+        product = jnp.dot(rows, matrix.T, preferred_element_type=jnp.float32)
+        return product if start is None else start + product
 
 
 @dataclasses.dataclass

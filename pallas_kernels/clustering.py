@@ -7,6 +7,7 @@ of the values. Labels come from `_nearest`, the sort from `_counting_sort`.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -23,14 +24,24 @@ from ._counting_sort import (
     order_by,
 )
 from ._launch import Role, launch
-from ._nearest import MAX_CLUSTERS, nearest_labels
+from ._nearest import (
+    MAX_CLUSTERS,
+    Codes,
+    codes_of,
+    label_role,
+    labels_of,
+    nearest_labels,
+    sum_members,
+)
 from ._numbers import ordered_bits
+from ._tiles import CHUNK
 from .layout import BLOCK
 
 Sample = tuple[Int[Array, "b n"], Bool[Array, "b n"]]
 """Tokens of a Lloyd step, and which of them count."""
 _FAR = 3.0e38
 _NONE = 2**30
+_LARGE = 2**31 - 1
 
 
 def unsupported(batch: int, length: int, heads: int, clusters: int) -> str | None:
@@ -135,12 +146,50 @@ def _chain_body(tiles, program, distance_ref, start_ref, places_ref, *, k: int, 
     lax.fori_loop(0, k, visit, (start, start_ref[head]))
 
 
+def _short_chain_body(tiles, program, centroids_ref, places_ref, *, k: int):
+    (head,) = program
+    number = tiles.index(CHUNK, "rows")
+    there = jnp.where(number < k, 1.0, 0.0)
+
+    def run(memory):
+        rows = tiles.rows(centroids_ref, jnp.where(number < k, head * k + number, -1), "rows")
+        # Relative to one of them: the squares of a large common offset would leave no bits.
+        one = tiles.rows(centroids_ref, jnp.where(number < k, head * k, -1), "rows")
+        rows = rows - one
+        square = jnp.sum(rows * rows, 1)
+        inner = tiles.inner_products(rows, memory)
+        # The squared distance to the mean, less what is the same for all.
+        score = ordered_bits(square - jnp.sum(inner, 1) * (2.0 / k))
+        score = jnp.where(there > 0, score, -_LARGE)
+        start = jnp.min(jnp.where(score >= jnp.max(score, 0), number, _NONE), 0)
+        of_row, of_column = tiles.over_both(square, memory)
+        distance = of_row - 2.0 * inner + of_column
+        tiles.walk(distance, memory, k, jnp.minimum(start, k - 1), places_ref, head * k)
+
+    tiles.with_chain(run)
+
+
+def _chain_role(centroids: Float[Array, "b k c h"]) -> Role:
+    """Programs that put up to 64 clusters of a head in a chain."""
+    batch, heads, k, size = centroids.shape
+    return Role(
+        functools.partial(_short_chain_body, k=k),
+        (batch * heads,),
+        (centroids.reshape(-1, size),),
+        [jax.ShapeDtypeStruct((batch * heads * k,), jnp.int32)],
+        size,
+    )
+
+
 def chain(centroids: Float[Array, "b k c h"], *, interpret: bool = False) -> Int[Array, "b k c"]:
     """A place for each cluster along a greedy chain: always on to the nearest one that is left.
 
     It starts at the centroid farthest from their mean.
     """
     batch, heads, k, size = centroids.shape
+    if k <= CHUNK:
+        ((places,),) = launch([_chain_role(centroids)], interpret=interpret)
+        return places.reshape(batch, heads, k)
     width = pl.cdiv(k, BLOCK) * BLOCK
     rows = centroids.reshape(-1, k, size)
     inner = jnp.einsum("bih,bjh->bij", rows, rows, precision=lax.Precision.HIGHEST)
@@ -157,6 +206,52 @@ def chain(centroids: Float[Array, "b k c h"], *, interpret: bool = False) -> Int
     )
     ((places,),) = launch([role], interpret=interpret)
     return places.reshape(batch, heads, k)
+
+
+def _few(values: Float[Array, "b s k h"], k: int) -> bool:
+    """Whether a Lloyd step is two launches, without a sort."""
+    return k <= CHUNK and values.dtype in (jnp.bfloat16, jnp.float16)
+
+
+class _Seen(NamedTuple):
+    """What Lloyd steps look at: one in `stride` of values, of those that are valid."""
+
+    values: Array
+    valid: Array | None
+    stride: int
+
+
+def _lloyd_steps(seen: _Seen, centroids, rows, steps: int, interpret: bool) -> Array:
+    """Centroids after Lloyd steps that sort tokens by their labels."""
+    sort: dict[str, Any] = {"interpret": interpret}
+    common: dict[str, Any] = {"stride": seen.stride, **sort}
+    for _ in range(steps):
+        labels = nearest(seen.values, centroids, seen.valid, **common)
+        where = offsets(labels, **sort)
+        order = order_by(labels, where, **sort)
+        centroids = cluster_means(seen.values, order, where, rows, **common)
+    return centroids
+
+
+def _short_lloyd_steps(
+    seen: _Seen, centroids, rows, steps: int, interpret: bool
+) -> tuple[Codes, Array]:
+    """Codes and centroids after Lloyd steps of few clusters."""
+    dtype, k = seen.values.dtype, rows.shape[2]
+    codes, centroids = codes_of(centroids, dtype, interpret=interpret)
+    for _ in range(steps):
+        members = sum_members(
+            seen.values, codes, k, seen.valid, stride=seen.stride, interpret=interpret
+        )
+        codes, centroids = codes_of(rows, dtype, members, interpret=interpret)
+    return codes, centroids
+
+
+def _seen(values, valid, stride: int, sample: Sample | None) -> _Seen:
+    if sample is None:
+        return _Seen(values, valid, stride)
+    token, valid = sample
+    return _Seen(jnp.take_along_axis(values, token[:, :, None, None], 1), valid, 1)
 
 
 def kmeans(
@@ -180,16 +275,14 @@ def kmeans(
       stride: a Lloyd step looks at one token in so many.
       sample: the tokens that it looks at instead.
     """
-    seen, seen_valid = values, valid
-    if sample is not None:
-        token, seen_valid = sample
-        seen, stride = jnp.take_along_axis(values, token[:, :, None, None], 1), 1
-    for _ in range(steps):
-        labels = nearest(seen, centroids, seen_valid, stride=stride, interpret=interpret)
-        where = offsets(labels, interpret=interpret)
-        order = order_by(labels, where, interpret=interpret)
-        centroids = cluster_means(seen, order, where, rows, stride=stride, interpret=interpret)
-    return nearest(values, centroids, valid, interpret=interpret), centroids
+    seen = _seen(values, valid, stride, sample)
+    k = centroids.shape[2]
+    if not _few(values, k):
+        centroids = _lloyd_steps(seen, centroids, rows, steps, interpret)
+        return nearest(values, centroids, valid, interpret=interpret), centroids
+    codes, centroids = _short_lloyd_steps(seen, centroids, rows, steps, interpret)
+    (found,) = launch([label_role(values, codes, k, valid)], interpret=interpret)
+    return labels_of(values, found, k), centroids
 
 
 def cluster_order(
@@ -207,8 +300,18 @@ def cluster_order(
 
     Arguments as of `kmeans`.
     """
-    labels, centroids = kmeans(
-        values, centroids, rows, steps, valid, stride=stride, sample=sample, interpret=interpret
-    )
-    where = offsets(labels, chain(centroids, interpret=interpret), interpret=interpret)
+    k = centroids.shape[2]
+    if _few(values, k):
+        seen = _seen(values, valid, stride, sample)
+        codes, centroids = _short_lloyd_steps(seen, centroids, rows, steps, interpret)
+        # The chain takes about as long as the labels, and needs one program a head.
+        roles = [_chain_role(centroids), label_role(values, codes, k, valid)]
+        (places,), found = launch(roles, interpret=interpret)
+        labels, places = labels_of(values, found, k), places.reshape(*centroids.shape[:3])
+    else:
+        labels, centroids = kmeans(
+            values, centroids, rows, steps, valid, stride=stride, sample=sample, interpret=interpret
+        )
+        places = chain(centroids, interpret=interpret)
+    where = offsets(labels, places, interpret=interpret)
     return order_by(labels, where, interpret=interpret), centroids

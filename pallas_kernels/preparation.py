@@ -1,15 +1,13 @@
-"""Rotation, centring, sorting and 8-bit quantisation of queries, keys and values in few passes.
+"""Rotation, centring, sorting and 8-bit quantisation of queries, keys and values in one pass each.
 
-Kernels for Hopper GPUs, which produce the arrays of the prepared layout (`layout.Prepared8`).
-Memory traffic in passes over an array of tokens: queries and keys one read (and one for the sizes
-of their channels), values two.
+Kernels for Hopper GPUs, which produce the arrays of the prepared layout (`layout.Prepared8`) from
+what `statistics` found out about all tokens.
 
 Each program looks at one head and tiles of 64 queries or blocks of 128 keys or values (`_tiles`).
 Rotation and balance are one product on the tensor core with the Hadamard matrix of +1 and -1, times
 a power of two per channel; its products are exact, its factor is applied in float32.
 """
 
-import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -19,41 +17,29 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float8e4m3fn, Int, Shaped
+from jaxtyping import Array, Float, Float8e4m3fn, Int, Shaped
 
 from ._launch import Role, launch
 from ._numbers import (
     MAGIC,
+    as_float,
     group_scale,
     is_finite,
-    largest,
     largest_magnitude,
+    magnitude_bits,
     norm,
     power_of_two_at_least,
-    round_to_bfloat16,
     round_up_11_bits,
 )
+from ._slots import Slots, flat, tiles_of_program
 from ._tiles import loaded_channels, stored_channels
-from .layout import (
-    BLOCK,
-    COUNT_ROWS,
-    E4M3,
-    E4M3_NORM,
-    LARGEST_SQUARED,
-    LARGEST_UNIT,
-    STEP,
-    SUM_UNIT,
-    TINY,
-)
+from .layout import BLOCK, COUNT_ROWS, E4M3, E4M3_NORM, LARGEST_UNIT, STEP, TINY
+from .statistics import ValueStatistics
 
 HEAD_DIMS = (64, 128)
 TOKEN_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _TILE = 64
 """Queries of a tile."""
-_PROGRAMS = 1024
-"""Programs above which each goes through more tiles."""
-_SHARE, _STATISTICS_SHARE = 4, 2
-"""Tiles that a program goes through at most; of channel statistics."""
 
 
 def unsupported(head_dim: int, *token_arrays: jax.ShapeDtypeStruct | Array) -> str | None:
@@ -68,16 +54,6 @@ def unsupported(head_dim: int, *token_arrays: jax.ShapeDtypeStruct | Array) -> s
         if batch * heads * (pl.cdiv(length, STEP) + 1) * STEP >= 2**31:
             return "needs fewer than 2^31 tokens of all heads and batch rows"
     return None
-
-
-def _tiles_of_program(tiles: int, heads: int, most: int = _SHARE) -> int:
-    """Tiles that a program goes through: one while there are few programs."""
-    return max(1, min(most, tiles, tiles * heads // _PROGRAMS))
-
-
-def _flat(array: Array, axes: int) -> Array:
-    """The array with its first axes in one."""
-    return array.reshape(-1, *array.shape[axes:])
 
 
 def _signs(size: int) -> np.ndarray:
@@ -100,270 +76,46 @@ def _matrix(size: int, dtype, rotate: bool, balance: Array | None) -> Array:
     dtype = jnp.bfloat16 if dtype == jnp.float32 else dtype
     if balance is None:
         return jnp.asarray(matrix, dtype)
-    factors = _flat(balance, 2)[:, None, loaded_channels(size)]
+    factors = flat(balance, 2)[:, None, loaded_channels(size)]
     return (jnp.asarray(matrix, jnp.float32) * factors).astype(dtype)
 
 
-def _through(tiles, rows, matrix):
-    """Rows times the matrix, float32; float32 rows in three exact pieces of 8 bits."""
+def _through(tiles, rows, matrix, start=None):
+    """A start, zeros if `None`, plus rows times the matrix, float32.
+
+    Float32 rows go through in three pieces: exact with 8 bits in each.
+    """
     if rows.dtype != jnp.float32:
-        return tiles.product(rows, matrix)
-    parts, rest = [], rows
+        return tiles.product(rows, matrix, start)
+    total, rest = start, rows
     for _ in range(3):
-        piece = rest.astype(jnp.bfloat16)
+        piece = rest.astype(matrix.dtype)
         rest = rest - piece.astype(jnp.float32)
-        parts.append(tiles.product(piece, matrix))
-    return parts[0] + parts[1] + parts[2]
-
-
-class ValueStatistics(NamedTuple):
-    """What the means and scales of the values follow from; either the first two or the others.
-
-    Attributes:
-      means: float32 [B, K, n, H], of each block of 128 tokens, exact in bfloat16.
-      half_largest: float32 [B, K, H], half of each channel's largest residual.
-      total: float32 [B, K, H], the sum of the valid values times `layout.SUM_UNIT`.
-      high, low: float32 [B, K, H], the largest and the least valid value.
-    """
-
-    means: Float[Array, "b k j h"] | None = None
-    half_largest: Float[Array, "b k h"] | None = None
-    total: Float[Array, "b k h"] | None = None
-    high: Float[Array, "b k h"] | None = None
-    low: Float[Array, "b k h"] | None = None
-
-
-# --- which tokens
-
-
-@dataclasses.dataclass(frozen=True)
-class _Slots:
-    """Which tokens the slots of a head's blocks hold, stand-ins for missing ones included.
-
-    Attributes:
-      kind: layout of the tile.
-      shape: (S, K) of the tokens.
-      order_ref, count_ref: the flat order or `None`, valid tokens of each batch row.
-      place: batch row and head.
-      slots: int32 [128], which of a block's slots.
-    """
-
-    tiles: Any
-    kind: str
-    shape: tuple[int, int]
-    order_ref: Any
-    count_ref: Any
-    place: tuple[Any, Any]
-    slots: Any
-
-    def valid(self, block):
-        """Whether slots of a block hold valid tokens [128]."""
-        return block * BLOCK + self.slots < self.count_ref[self.place[0]]
-
-    def rows(self, block):
-        """Rows of the block's tokens in [B·S·K, H], int32 [128]."""
-        (length, heads), (batch, head) = self.shape, self.place
-        count = self.count_ref[batch]
-        first_of_block, first_of_step = block * BLOCK, lax.div(block, jnp.int32(2)) * STEP
-        slot = first_of_block + self.slots
-        stand_in = jnp.where(first_of_block < count, first_of_block, first_of_step)
-        stand_in = jnp.where(stand_in < count, stand_in, 0)
-        source = jnp.where(slot < count, slot, stand_in)
-        if self.order_ref is not None:
-            at = (batch * heads + head) * length + source
-            source = self.tiles.entries(self.order_ref, at, self.kind)
-        # An order that is none must not make the GPU read elsewhere.
-        source = jnp.minimum(jnp.maximum(source, 0), length - 1)
-        return (batch * length + source) * heads + head
-
-    def over_blocks(self, first, share: int, body, start):
-        """`body(block, rows, carry)` of blocks in turn, the next one's rows looked up meanwhile."""
-
-        def step(index, carry):
-            rows, carry = carry
-            following = self.rows(first + index + 1)
-            return following, body(first + index, rows, carry)
-
-        return lax.fori_loop(0, share, step, (self.rows(first), start))[1]
-
-
-# --- statistics over all tokens
-
-
-def _channel_body(tiles, program, tokens_ref, *refs, shape, share: int, wanted, masked: bool):
-    valid_ref = refs[0] if masked else None
-    out_refs = refs[1:] if masked else refs
-    (length, heads, chunks), (batch, head, chunk) = shape, program
-    place = tiles.index(BLOCK, "block")
-
-    def add(tile, carry):
-        token = (chunk * share + tile) * BLOCK + place
-        inside = token < length
-        if valid_ref is not None:
-            flag = tiles.entries(valid_ref, jnp.where(inside, batch * length + token, -1), "block")
-            inside = flag != 0
-        row = jnp.where(inside, (batch * length + token) * heads + head, -1)
-        rows = tiles.rows(tokens_ref, row, "block").astype(jnp.float32)
-        return tuple(
-            _with_rows(tiles, name, so_far, rows, inside)
-            for name, so_far in zip(wanted, carry, strict=True)
-        )
-
-    nothing = tiles.zeros((tiles.size,), jnp.float32, "block")
-    start = tuple(nothing - jnp.inf if name in ("high", "low") else nothing for name in wanted)
-    found = lax.fori_loop(0, share, add, start)
-    for out_ref, some in zip(out_refs, found, strict=True):
-        tiles.put_channels(out_ref, (batch * heads + head) * chunks + chunk, some)
-
-
-def _with_rows(tiles, name: str, so_far, rows, inside):
-    """A statistic with some more rows, which are zero where they are not inside."""
-    if name == "sum":
-        return so_far + jnp.sum(rows * SUM_UNIT, 0)
-    if name == "squares":
-        size = jnp.abs(rows)
-        bounded = jnp.minimum(size, LARGEST_SQUARED)
-        return so_far + jnp.sum(jnp.where(size < jnp.inf, bounded * bounded, 0.0), 0)
-    rows = rows if name == "high" else -rows
-    nowhere = tiles.over_tokens(jnp.where(inside, 0.0, -jnp.inf), "block")
-    return jnp.maximum(so_far, tiles.highest(rows + nowhere, 0))
-
-
-def _channel_role(tokens, valid, wanted: tuple[str, ...]) -> Role:
-    batch, length, heads, size = tokens.shape
-    tiles = pl.cdiv(length, BLOCK)
-    share = _tiles_of_program(tiles, batch * heads, _STATISTICS_SHARE)
-    chunks = pl.cdiv(tiles, share)
-    masks = () if valid is None else (_flat(valid.astype(jnp.int32), 2),)
-    shape = (length, heads, chunks)
-    body = functools.partial(
-        _channel_body, shape=shape, share=share, wanted=wanted, masked=valid is not None
-    )
-    return Role(
-        body,
-        (batch, heads, chunks),
-        (_flat(tokens, 3), *masks),
-        [jax.ShapeDtypeStruct((batch * heads * chunks, size), jnp.float32) for _ in wanted],
-        size,
-    )
-
-
-def _channel_result(tokens, wanted: tuple[str, ...], found) -> dict[str, Array]:
-    batch, _, heads, size = tokens.shape
-    results = {}
-    for name, parts in zip(wanted, found, strict=True):
-        parts = parts.reshape(batch, heads, -1, size)
-        results[name] = largest(parts, 2) if name in ("high", "low") else jnp.sum(parts, 2)
-    if "low" in results:
-        results["low"] = -results["low"]
-    return results
-
-
-def channel_statistics(
-    tokens: Float[Array, "b s k h"],
-    valid: Bool[Array, "b s"] | None = None,
-    wanted: tuple[str, ...] = ("sum",),
-    *,
-    interpret: bool = False,
-) -> dict[str, Float[Array, "b k h"]]:
-    """What is known about each channel over the valid tokens, float32, in one pass.
-
-    Sums run in a fixed order: results do not change from run to run.
-
-    Args:
-      wanted: of `"sum"` (times `layout.SUM_UNIT`), `"squares"` (their sum; of magnitudes up to
-        `layout.LARGEST_SQUARED`, of what is not finite 0), `"high"` and `"low"` (the largest and
-        the least value; infinities where no token is valid). A NaN shows in both.
-    """
-    (found,) = launch([_channel_role(tokens, valid, wanted)], interpret=interpret)
-    return _channel_result(tokens, wanted, found)
-
-
-class Statistics(NamedTuple):
-    """What preparation has to know about a call beforehand; results of `channel_statistics`."""
-
-    query: dict[str, Float[Array, "b n h"]]
-    key: dict[str, Float[Array, "b k h"]]
-    value: ValueStatistics | None
-
-
-_OF_VALUES = ("sum", "high", "low")
-
-
-def statistics(
-    query: Float[Array, "b t n h"],
-    key: Float[Array, "b s k h"],
-    value: Float[Array, "b s k h"] | None,
-    count: Int[Array, " b"],
-    order: Int[Array, "b k s"] | None,
-    valid: Bool[Array, "b s"] | None,
-    *,
-    of_queries: tuple[str, ...],
-    of_keys: tuple[str, ...],
-    smooth: bool,
-    interpret: bool = False,
-) -> Statistics:
-    """Statistics of all tokens in one launch.
-
-    Args:
-      value: `None`: nothing of the values.
-      of_queries, of_keys: what is wanted of them, as of `channel_statistics`.
-      smooth: whether block means are taken from the values.
-    """
-    roles = {}
-    if of_queries:
-        roles["query"] = _channel_role(query, None, of_queries)
-    if of_keys:
-        roles["key"] = _channel_role(key, valid, of_keys)
-    if value is not None and smooth:
-        roles["value"] = _value_statistics_role(value, count, order)
-    elif value is not None:
-        roles["value"] = _channel_role(value, valid, _OF_VALUES)
-    if not roles:
-        return Statistics({}, {}, None)
-    found = dict(zip(roles, launch(list(roles.values()), interpret=interpret), strict=True))
-    return Statistics(
-        _channel_result(query, of_queries, found.get("query", ())),
-        _channel_result(key, of_keys, found.get("key", ())),
-        None if value is None else _value_result_of(value, found["value"], smooth),
-    )
-
-
-def values_statistics(
-    value: Float[Array, "b s k h"],
-    count: Int[Array, " b"],
-    order: Int[Array, "b k s"] | None,
-    valid: Bool[Array, "b s"] | None,
-    *,
-    smooth: bool,
-    interpret: bool = False,
-) -> ValueStatistics:
-    """The part of `statistics` that is of the values."""
-    wanted: dict[str, Any] = {"of_queries": (), "of_keys": (), "smooth": smooth}
-    tokens = (value, value, value)
-    found = statistics(*tokens, count, order, valid, **wanted, interpret=interpret).value
-    assert found is not None
-    return found
-
-
-def _value_result_of(value, found, smooth: bool) -> ValueStatistics:
-    if smooth:
-        return _value_statistics_result(value, found)
-    totals = _channel_result(value, _OF_VALUES, found)
-    return ValueStatistics(total=totals["sum"], high=totals["high"], low=totals["low"])
+        total = tiles.product(piece, matrix, total)
+    return total
 
 
 # --- queries
 
 
 def _query_body(tiles, program, *refs, shape, share: int, balanced: bool):
-    query_ref, factor_ref, unit_ref, limit_ref, matrix_ref, codes_ref, scale_ref, excess_ref = refs
-    (length, heads, groups), (batch, head, first) = shape, program
-    key_head = lax.div(head, jnp.int32(groups))
-    limit = limit_ref[batch, key_head]
+    query_ref, factor_ref, key_scale_ref, matrix_ref, codes_ref, scale_ref, excess_ref = refs[:7]
+    (length, heads, groups, blocks), (batch, head, first) = shape, program
+    own = lax.div(batch * heads + head, jnp.int32(groups))
+    block = tiles.index(BLOCK, "flat")
+    at = jnp.where(block < blocks, own * blocks + block, -1)
+    key_scale = tiles.entries(key_scale_ref, at, "flat")
+    largest = as_float(jnp.max(magnitude_bits(key_scale), 0))
     factor = factor_ref[0]
     if codes_ref.dtype != jnp.int8:
-        factor = factor * unit_ref[batch, key_head]
+        # The largest key scale moves into the queries'.
+        unit = jnp.where(largest == 0, 1.0, largest)
+        factor, largest = factor * unit, largest / unit
+        for in_units_ref in refs[7:]:
+            once = (first == 0) & (lax.rem(head, jnp.int32(groups)) == 0)
+            to = jnp.where(once, at, -1)
+            tiles.put_entries(in_units_ref, to, key_scale / unit, "flat")
+    limit = jnp.where(largest == 0, jnp.inf, LARGEST_UNIT / jnp.where(largest == 0, 1.0, largest))
     place = tiles.index(_TILE, "rows")
 
     def through(matrix):
@@ -385,8 +137,7 @@ def _query_body(tiles, program, *refs, shape, share: int, balanced: bool):
 
         lax.fori_loop(0, share, quantise, 0)
 
-    own = batch * lax.div(jnp.int32(heads), jnp.int32(groups)) + key_head if balanced else 0
-    tiles.with_matrix(matrix_ref, own, through)
+    tiles.with_matrix(matrix_ref, own if balanced else 0, through)
 
 
 def _query_scale(tiles, rows, factor, code_dtype):
@@ -401,60 +152,79 @@ def _query_scale(tiles, rows, factor, code_dtype):
     return round_up_11_bits(scale)
 
 
+class QueryCodes(NamedTuple):
+    """Queries in the prepared layout, and what they make of the keys' scales.
+
+    Attributes:
+      codes: [B, N, T, H].
+      scale: float32 [B, N, T], within the layout's limit.
+      excess: float32 [B, N, T], what the limit took, as a factor.
+      key_scale: float32 [B, K, n]; of E4M3 codes less the largest, which is in the queries'.
+    """
+
+    codes: Shaped[Array, "b n t h"]
+    scale: Float[Array, "b n t"]
+    excess: Float[Array, "b n t"]
+    key_scale: Float[Array, "b k j"]
+
+
 def quantize_queries(
     query: Float[Array, "b t n h"],
-    unit: Float[Array, "b k"],
-    limit: Float[Array, "b k"],
+    key_scale: Float[Array, "b k j"],
     balance: Float[Array, "b k h"] | None = None,
     *,
     scale: Float[Array, ""] | float,
     rotate: bool,
     code_dtype,
     interpret: bool = False,
-) -> tuple[Shaped[Array, "b n t h"], Float[Array, "b n t"], Float[Array, "b n t"]]:
+) -> QueryCodes:
     """Queries times `scale`, balanced, rotated, as codes with a scale per token.
 
     Args:
-      unit: what E4M3 queries are multiplied with beforehand: the unit of the key scales.
-      limit: the largest query scale.
+      key_scale: of the blocks of keys that they are multiplied with, from `quantize_keys`.
       balance: powers of two that the channels are multiplied with, exact in the queries' dtype;
         `None`: 1.
       scale: of either sign.
-
-    Returns:
-      codes [B, N, T, H]; scales within the limit; what the limit took, as a factor.
     """
     formats = {"scale": scale, "rotate": rotate, "code_dtype": code_dtype}
-    (found,) = launch([_query_role(query, unit, limit, balance, **formats)], interpret=interpret)
-    return _query_result(query, found)
+    (found,) = launch([_query_role(query, key_scale, balance, **formats)], interpret=interpret)
+    return _query_result(query, key_scale, found)
 
 
-def _query_role(query, unit, limit, balance, *, scale, rotate: bool, code_dtype) -> Role:
+def _query_role(query, key_scale, balance, *, scale, rotate: bool, code_dtype) -> Role:
     batch, length, heads, size = query.shape
     tiles = pl.cdiv(length, _TILE)
-    share = _tiles_of_program(tiles, batch * heads)
+    share = tiles_of_program(tiles, batch * heads)
     factor = jnp.asarray(scale, jnp.float32) * (1 / math.sqrt(size) if rotate else 1.0)
     matrix = _matrix(size, query.dtype, rotate, balance)
     row = jax.ShapeDtypeStruct((batch * heads * length,), jnp.float32)
+    results = [jax.ShapeDtypeStruct((batch * heads * length, size), code_dtype), row, row]
+    if key_scale.shape[2] > BLOCK:
+        # More than a program should look at.
+        key_scale = largest_magnitude(key_scale, 2)[:, :, None]
+    elif code_dtype != jnp.int8:
+        results.append(jax.ShapeDtypeStruct((key_scale.size,), jnp.float32))
+    shape = (length, heads, heads // key_scale.shape[1], key_scale.shape[2])
     return Role(
-        functools.partial(
-            _query_body,
-            shape=(length, heads, heads // unit.shape[1]),
-            share=share,
-            balanced=balance is not None,
-        ),
+        functools.partial(_query_body, shape=shape, share=share, balanced=balance is not None),
         (batch, heads, pl.cdiv(tiles, share)),
-        (_flat(query, 3), factor.reshape(1), unit, limit, matrix),
-        [jax.ShapeDtypeStruct((batch * heads * length, size), code_dtype), row, row],
+        (flat(query, 3), factor.reshape(1), flat(key_scale, 3), matrix),
+        results,
         size,
     )
 
 
-def _query_result(query, found) -> tuple[Array, Array, Array]:
+def _query_result(query, key_scale, found) -> QueryCodes:
     batch, length, heads, size = query.shape
-    codes, scales, excess = found
+    codes, scales, excess, *in_units = found
     shape = (batch, heads, length)
-    return codes.reshape(*shape, size), scales.reshape(shape), excess.reshape(shape)
+    if in_units:
+        key_scale = in_units[0].reshape(key_scale.shape)
+    elif codes.dtype != jnp.int8:
+        unit = largest_magnitude(key_scale, 2)[:, :, None]
+        key_scale = key_scale / jnp.where(unit == 0, 1.0, unit)
+    codes = codes.reshape(*shape, size)
+    return QueryCodes(codes, scales.reshape(shape), excess.reshape(shape), key_scale)
 
 
 # --- keys
@@ -477,21 +247,26 @@ def _key_body(tiles, program, key_ref, count_ref, *refs, shape, share, has, rota
     integer = codes_ref.dtype == jnp.int8
     count = count_ref[batch]
     slots = tiles.index(BLOCK, "rows")
-    held = _Slots(tiles, "rows", (length, heads), order_ref, count_ref, (batch, head), slots)
+    held = Slots(tiles, "rows", (length, heads), order_ref, count_ref, (batch, head), slots)
     by_head = batch * heads + head
+    rotation = 1 / math.sqrt(tiles.size) if rotate else 1.0
 
-    def through(matrix):
+    def through(matrix, kept):
+        if mean_ref is not None:
+            # Centring after the rotation, which is linear: rows of 16 bits stay exact before it.
+            every = tiles.rows(mean_ref, tiles.full(_TILE, by_head, "rows"), "rows")
+            tiles.keep_row(kept, _through(tiles, every, matrix))
+
         def quantise(block, row, first_scale):
             live = lax.div(block, jnp.int32(2)) * STEP < count
             # Nothing may get into codes of nothing.
             row = jnp.where(live, row, -1)
-            rows = _through(tiles, tiles.rows(key_ref, row, "rows"), matrix)
-            if rotate:
-                rows = rows * (1 / math.sqrt(tiles.size))
+            start = None
             if mean_ref is not None:
-                mean = tiles.channels(mean_ref, by_head, "rows")
-                mean = mean * jnp.where(live, 1.0, 0.0)
-                rows = rows - tiles.over_channels(mean, BLOCK, "rows")
+                mean = tiles.kept_row(kept, lax.rem(block, jnp.int32(2)))
+                mean = mean * jnp.where(live, -1.0, 0.0)
+                start = tiles.over_channels(mean, BLOCK, "rows")
+            rows = _through(tiles, tiles.rows(key_ref, row, "rows"), matrix, start) * rotation
             if integer:
                 amax = tiles.largest(tiles.largest(rows, 1), 0)
                 scale = group_scale(amax, 127.0)
@@ -511,9 +286,14 @@ def _key_body(tiles, program, key_ref, count_ref, *refs, shape, share, has, rota
             )
             return scale
 
-        held.over_blocks(first * share, share, quantise, jnp.float32(0))
+        begin, number = first * share, share
+        if share == 1:
+            back = (lax.rem(begin, jnp.int32(2)) == 1) & (begin * BLOCK >= count)
+            begin, number = begin - back.astype(jnp.int32), 1 + back.astype(jnp.int32)
+        held.over_blocks(begin, number, quantise, jnp.float32(0))
 
-    tiles.with_matrix(matrix_ref, by_head if has.balance else 0, through)
+    own = by_head if has.balance else 0
+    tiles.with_row(lambda kept: tiles.with_matrix(matrix_ref, own, lambda m: through(m, kept)))
 
 
 def quantize_keys(
@@ -547,19 +327,15 @@ def quantize_keys(
 def _key_role(key, count, order, mean, balance, *, rotate: bool, code_dtype) -> Role:
     batch, length, heads, size = key.shape
     blocks = 2 * pl.cdiv(length, STEP)
+    share = tiles_of_program(blocks, batch * heads)
     # Whole steps: their two blocks share what stands in for missing keys.
-    share = 2 * pl.cdiv(_tiles_of_program(blocks, batch * heads), 2)
-    arguments = [_flat(key, 3), count]
+    share = share if share == 1 else 2 * pl.cdiv(share, 2)
+    arguments = [flat(key, 3), count]
     if order is not None:
-        arguments.append(_flat(order, 3))
+        arguments.append(flat(order, 3))
     inverse = None if balance is None else 1.0 / balance
     if mean is not None:
-        if inverse is not None:
-            mean = mean * inverse
-        if rotate:
-            signs = np.asarray(_signs(size), np.float32)
-            mean = jnp.matmul(mean, signs, precision=lax.Precision.HIGHEST) / math.sqrt(size)
-        arguments.append(_flat(mean, 2)[:, stored_channels(size)])
+        arguments.append(flat(mean, 2))
     body = functools.partial(
         _key_body,
         shape=(length, heads, blocks),
@@ -582,85 +358,27 @@ def _key_role(key, count, order, mean, balance, *, rotate: bool, code_dtype) -> 
 # --- values
 
 
-def _value_statistics_body(tiles, program, value_ref, count_ref, *refs, shape, share):
-    *orders, mean_ref, largest_ref = refs
-    (length, heads, blocks), (batch, head, first) = shape, program
-    order_ref = orders[0] if orders else None
-    slots = tiles.index(BLOCK, "block")
-    held = _Slots(tiles, "block", (length, heads), order_ref, count_ref, (batch, head), slots)
-    by_head = batch * heads + head
-    chunks = pl.cdiv(blocks, share)
-
-    def look(block, row, largest):
-        valid = held.valid(block)
-        rows = tiles.rows(value_ref, jnp.where(valid, row, -1), "block").astype(jnp.float32)
-        inside = jnp.minimum(jnp.maximum(count_ref[batch] - block * BLOCK, 1), BLOCK)
-        mean = jnp.sum(rows * SUM_UNIT, 0) * (1.0 / SUM_UNIT / inside.astype(jnp.float32))
-        mean = round_to_bfloat16(mean)
-        # Half of it, which is finite for all finite values.
-        there = tiles.over_tokens(jnp.where(valid, 0.5, 0.0), "block")
-        residual = 0.5 * rows - there * tiles.over_channels(mean, BLOCK, "block")
-        at = jnp.where(block < blocks, by_head * blocks + block, -1)
-        tiles.put_channels(mean_ref, at, mean)
-        return jnp.maximum(largest, tiles.largest(residual, 0))
-
-    largest = tiles.zeros((tiles.size,), jnp.float32, "block")
-    largest = held.over_blocks(first * share, share, look, largest)
-    tiles.put_channels(largest_ref, by_head * chunks + first, largest)
-
-
-def value_statistics(
-    value: Float[Array, "b s k h"],
-    count: Int[Array, " b"],
-    order: Int[Array, "b k s"] | None,
-    *,
-    interpret: bool = False,
-) -> ValueStatistics:
-    """Mean of each 128-value block, and half of each channel's largest residual, both float32.
-
-    The means are exact in bfloat16: what rounding cuts off is in the residuals.
-    """
-    (found,) = launch([_value_statistics_role(value, count, order)], interpret=interpret)
-    return _value_statistics_result(value, found)
-
-
-def _value_statistics_role(value, count, order) -> Role:
-    batch, length, heads, size = value.shape
-    blocks = pl.cdiv(length, STEP) * 2
-    share = _tiles_of_program(blocks, batch * heads)
-    chunks = pl.cdiv(blocks, share)
-    return Role(
-        functools.partial(_value_statistics_body, shape=(length, heads, blocks), share=share),
-        (batch, heads, chunks),
-        (_flat(value, 3), count, *(() if order is None else (_flat(order, 3),))),
-        [jax.ShapeDtypeStruct((batch * heads * n, size), jnp.float32) for n in (blocks, chunks)],
-        size,
-    )
-
-
-def _value_statistics_result(value, found) -> ValueStatistics:
-    batch, _, heads, size = value.shape
-    means, largest = (x.reshape(batch, heads, -1, size) for x in found)
-    return ValueStatistics(means, largest_magnitude(largest, 2))
-
-
-def _value_body(tiles, program, value_ref, count_ref, inverse_ref, mean_ref, *refs, shape, share):
-    *orders, codes_ref = refs
-    order_ref = orders[0] if orders else None
-    (length, heads, blocks, means), (batch, head, first) = shape, program
+def _value_body(tiles, program, value_ref, count_ref, scale_ref, mean_ref, *refs, shape, share):
+    refs = list(refs)
+    (length, heads, blocks, ordered, smooth), (batch, head, first) = shape, program
+    order_ref = refs.pop(0) if ordered else None
+    codes_ref = refs.pop(0)
     # Tokens are read in the order in which a group of 16 is stored.
     place = tiles.index(BLOCK, "block")
     slots = (place & ~14) | ((place & 2) << 2) | ((place & 12) >> 1)
-    held = _Slots(tiles, "block", (length, heads), order_ref, count_ref, (batch, head), slots)
+    held = Slots(tiles, "block", (length, heads), order_ref, count_ref, (batch, head), slots)
     by_head = batch * heads + head
-    inverse = tiles.channels(inverse_ref, by_head, "block")
+    inverse = 1.0 / tiles.channels(scale_ref, by_head, "block")
 
     def quantise(block, row, carry):
         valid = held.valid(block)
         rows = tiles.rows(value_ref, jnp.where(valid, row, -1), "block").astype(jnp.float32)
         there = jnp.where(valid, 1.0, 0.0)
-        own = by_head * means + (block if means > 1 else 0)
-        taken = tiles.over_channels(tiles.channels(mean_ref, own, "block"), BLOCK, "block")
+        own = by_head * blocks + block if smooth else by_head
+        taken = tiles.channels(mean_ref, own, "block") * inverse
+        if smooth:
+            tiles.put_channels(refs[0], own, taken)
+        taken = tiles.over_channels(taken, BLOCK, "block")
         rows = rows * tiles.over_channels(inverse, BLOCK, "block")
         rows = rows - tiles.over_tokens(there, "block") * taken
         tiles.put_value_codes(codes_ref, by_head, block, rows, there, blocks * BLOCK)
@@ -671,58 +389,70 @@ def _value_body(tiles, program, value_ref, count_ref, inverse_ref, mean_ref, *re
     held.over_blocks(first, share, quantise, jnp.int32(0))
 
 
+class ValueCodes(NamedTuple):
+    """Values in the prepared layout.
+
+    Attributes:
+      codes: transposed, over count rows.
+      block_means: bfloat16 [B, K, n, H] in units of the scale; `None` if all values have one mean.
+    """
+
+    codes: Float8e4m3fn[Array, "b k h+8 p"]
+    block_means: Float[Array, "b k j h"] | None
+
+
 def quantize_values(
     value: Float[Array, "b s k h"],
     count: Int[Array, " b"],
     order: Int[Array, "b k s"] | None,
-    means: Float[Array, "b k j h"],
-    scale: Float[Array, "b k h"],
+    of_values: ValueStatistics,
     *,
     interpret: bool = False,
-) -> Float8e4m3fn[Array, "b k h+8 p"]:
-    """Values in their order, less a mean, as transposed codes over count rows.
-
-    Args:
-      means: of each block, or one of all values (J = 1), in units of `scale`, bfloat16 or float32.
-      scale: of each channel, a power of two.
-    """
-    role = _value_role(value, count, order, means, scale)
-    ((codes,),) = launch([role], interpret=interpret)
-    return _value_result(value, codes)
+) -> ValueCodes:
+    """Values in their order, less a mean, as codes."""
+    role = _value_role(value, count, order, of_values)
+    (found,) = launch([role], interpret=interpret)
+    return _value_result(value, found)
 
 
 def quantize_queries_and_values(
-    queries: tuple[Array, Array, Array, Array | None],
-    values: tuple[Array, Array, Array | None, Array, Array],
+    queries: tuple[Array, Array, Array | None],
+    values: tuple[Array, Array, Array | None, ValueStatistics],
     *,
     interpret: bool = False,
     **formats: Any,
-) -> tuple[tuple[Array, Array, Array], Array]:
+) -> tuple[QueryCodes, ValueCodes]:
     """`quantize_queries` and `quantize_values`, of their arguments in order, in one launch."""
     roles = [_query_role(*queries, **formats), _value_role(*values)]
-    found, (codes,) = launch(roles, interpret=interpret)
-    return _query_result(queries[0], found), _value_result(values[0], codes)
+    of_queries, of_values = launch(roles, interpret=interpret)
+    return _query_result(*queries[:2], of_queries), _value_result(values[0], of_values)
 
 
-def _value_result(value, codes) -> Array:
-    return codes.reshape(value.shape[0], value.shape[2], *codes.shape[1:])
+def _value_result(value, found) -> ValueCodes:
+    lead = (value.shape[0], value.shape[2])
+    codes, *means = found
+    codes = codes.reshape(*lead, *codes.shape[1:])
+    return ValueCodes(codes, means[0].reshape(*lead, -1, value.shape[3]) if means else None)
 
 
-def _value_role(value, count, order, means, scale) -> Role:
+def _value_role(value, count, order, of_values: ValueStatistics) -> Role:
     batch, length, heads, size = value.shape
     blocks = pl.cdiv(length, STEP) * 2
-    share = _tiles_of_program(blocks, batch * heads)
-    arguments = [_flat(value, 3), count, _flat(1.0 / scale, 2)]
-    arguments.append(_flat(means.astype(jnp.float32), 3))
+    share = tiles_of_program(blocks, batch * heads)
+    means, smooth = of_values.mean, of_values.means is not None
+    means = flat(of_values.means, 3) if of_values.means is not None else flat(means, 2)
+    arguments = [flat(value, 3), count, flat(of_values.scale, 2), means]
     if order is not None:
-        arguments.append(_flat(order, 3))
-    shape = (length, heads, blocks, means.shape[2])
-    body = functools.partial(_value_body, shape=shape, share=share)
+        arguments.append(flat(order, 3))
+    shape = (length, heads, blocks, order is not None, smooth)
     codes = (batch * heads, size + COUNT_ROWS, blocks * BLOCK)
+    results = [jax.ShapeDtypeStruct(codes, E4M3)]
+    if smooth:
+        results.append(jax.ShapeDtypeStruct((batch * heads * blocks, size), jnp.bfloat16))
     return Role(
-        body,
+        functools.partial(_value_body, shape=shape, share=share),
         (batch, heads, pl.cdiv(blocks, share)),
         arguments,
-        [jax.ShapeDtypeStruct(codes, E4M3)],
+        results,
         size,
     )

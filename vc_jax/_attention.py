@@ -13,7 +13,8 @@ from ._dispatch import attend, choose, default_device, request_of, select_implem
 from ._explicit_axes import spread
 from ._implementations import Result, Static
 from ._order import AttentionState, check_state, order_from_state
-from ._tracing import own_promotion
+from ._pays import advice
+from ._tracing import is_symbolic, own_promotion
 
 Output = Float[Array, "*b t n h"]
 Normaliser = Float[Array, "*b t n"]
@@ -29,15 +30,19 @@ class Explanation:
       reasons: name -> why it does not run, for every other implementation.
       config: the numerics.
       device: what the choice was made for.
+      advice: whether the call is faster than with `config="bf16"` there, and from which length one
+        is; `None` where nothing was measured.
     """
 
     implementation: str | None
     reasons: dict[str, str]
     config: AttentionConfig
     device: str
+    advice: str | None = None
 
     def __str__(self) -> str:
         lines = [f"{self.implementation or 'nothing'} runs this call on {self.device}"]
+        lines += [f"  {self.advice}"] if self.advice else []
         lines += [f"  {name}: {reason}" for name, reason in self.reasons.items()]
         return "\n".join(lines)
 
@@ -213,6 +218,8 @@ def explain(
 ) -> Explanation:
     """Which implementation `dot_product_attention` would run with these arguments, and why.
 
+    On a card where whole calls were measured it also says whether this one pays (`advice`).
+
     Arrays may be `jax.ShapeDtypeStruct`s. Raises what the call itself would raise for its
     arguments; an implementation that refuses is in the result's `reasons`.
     """
@@ -233,4 +240,6 @@ def explain(
         check_state(state, call.inputs, call.config, layered=False)
     request = request_of(call.inputs, call.config, return_residual)
     chosen, reasons = choose(request, implementation)
-    return Explanation(chosen, reasons, call.config, default_device()[2])
+    device, length = default_device()[2], call.inputs.key.shape[1]
+    known = None if is_symbolic(length) else advice(call.config, chosen, device, length)
+    return Explanation(chosen, reasons, call.config, device, known)

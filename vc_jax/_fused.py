@@ -17,10 +17,9 @@ from jaxtyping import Array, Bool, Float, Int
 from ._balance import balance_of
 from ._config import AttentionConfig
 from ._expcast import CODES_PER_NAT
-from ._prepare import largest_query_scale, scaled_means, value_scale_of
-from ._quantize import E4M3, count_of, largest_magnitude
+from ._quantize import E4M3, count_of
 from ._vsmooth import every_nth_valid
-from .pallas_kernels.layout import SUM_UNIT, Prepared8
+from .pallas_kernels.layout import Prepared8
 
 
 def preparation_unsupported(*tokens: Array | jax.ShapeDtypeStruct) -> str | None:
@@ -67,29 +66,27 @@ def statistics_fused(
 
     Arguments as of `prepare_fused`; without `value` there is nothing of the values.
     """
-    from .pallas_kernels import preparation
+    from .pallas_kernels import statistics
 
     smooth = config.smooth_values if smooth is None else smooth
-    wanted = {"sum": config.center_keys, "squares": config.balance_channels}
-    found = preparation.statistics(
+    found = statistics.statistics(
         query,
         key,
         value,
-        _count(key, kv_count),
+        _count(key, key_valid, kv_count),
         order,
         key_valid,
-        of_queries=("squares",) if config.balance_channels else (),
-        of_keys=tuple(name for name, on in wanted.items() if on),
+        key_mean=config.center_keys,
+        squares=config.balance_channels,
         smooth=smooth,
         interpret=interpret,
     )
-    mean, balance, count = None, None, count_of(key, key_valid)
-    if config.center_keys:
-        mean = found.key["sum"] / count * (1.0 / SUM_UNIT)
-    if config.balance_channels:
-        squares = found.query["squares"] / query.shape[1], found.key["squares"] / count
-        balance = balance_of(*squares, mean)
-    return Statistics(mean, balance, found.value)
+    balance = None
+    if found.squares is not None:
+        of_queries, of_keys = found.squares
+        squares = of_queries / query.shape[1], of_keys / count_of(key, key_valid)
+        balance = balance_of(*squares, found.key_mean)
+    return Statistics(found.key_mean, balance, found.value)
 
 
 def channel_sizes_fused(
@@ -105,9 +102,17 @@ def channel_sizes_fused(
     return found.key_mean, found.balance
 
 
-def _count(key: Array, kv_count: Int[Array, " b"] | None) -> Int[Array, " b"]:
+def _count(
+    key: Float[Array, "b s k h"],
+    valid: Bool[Array, "b s"] | None,
+    kv_count: Int[Array, " b"] | None,
+) -> Int[Array, " b"]:
     """Valid keys of each batch row."""
-    return jnp.full(key.shape[0], key.shape[1], jnp.int32) if kv_count is None else kv_count
+    if kv_count is not None:
+        return kv_count
+    if valid is not None:
+        return jnp.sum(valid, 1, dtype=jnp.int32)
+    return jnp.full(key.shape[0], key.shape[1], jnp.int32)
 
 
 def prepare_fused(
@@ -133,11 +138,11 @@ def prepare_fused(
       of_values: from `statistics_fused`; `None`: in a launch of their own.
       Others as of `prepare`.
     """
-    from .pallas_kernels import preparation
+    from .pallas_kernels import preparation, statistics
 
     smooth = config.smooth_values if smooth is None else smooth
     scale = 1.0 / math.sqrt(key.shape[-1]) if scale is None else scale
-    count = _count(key, kv_count)
+    count = _count(key, key_valid, kv_count)
     formats = {
         "rotate": config.rotate,
         "code_dtype": jnp.int8 if config.qk == "int8" else E4M3,
@@ -146,51 +151,28 @@ def prepare_fused(
     key_codes, key_scale = preparation.quantize_keys(
         key, count, order, key_mean, balance, **formats
     )
-    unit = jnp.ones(key_scale.shape[:2], jnp.float32)
-    if config.qk == "e4m3":
-        unit = largest_magnitude(key_scale, -1)
-        unit = jnp.where(unit == 0, 1.0, unit)
-        key_scale = key_scale / unit[..., None]
     if of_values is None:
-        of_values = preparation.values_statistics(
+        of_values = statistics.value_statistics(
             value, count, order, key_valid, smooth=smooth, interpret=interpret
         )
-    mean = None
-    if smooth:
-        value_scale = value_scale_of(of_values.half_largest, of_values.means)
-        taken = scaled_means(of_values.means, value_scale)
-    else:
-        mean, half_largest = _mean_value(of_values, count)
-        value_scale = value_scale_of(half_largest, None)
-        taken = (mean / value_scale)[:, :, None]
-    (query_codes, query_scale, excess), value_codes = preparation.quantize_queries_and_values(
-        (query, unit, largest_query_scale(key_scale)[..., 0], balance),
-        (value, count, order, taken, value_scale),
+    queries, values = preparation.quantize_queries_and_values(
+        (query, key_scale, balance),
+        (value, count, order, of_values),
         scale=scale * CODES_PER_NAT,
         **formats,
     )
     return Prepared8(
-        query_codes,
-        query_scale,
+        queries.codes,
+        queries.scale,
         key_codes,
-        key_scale,
-        value_codes,
-        value_scale,
-        taken if smooth else None,
-        mean,
+        queries.key_scale,
+        values.codes,
+        of_values.scale,
+        values.block_means,
+        of_values.mean,
         count,
-        excess,
+        queries.excess,
     )
-
-
-def _mean_value(
-    of_values: Any, count: Int[Array, " b"]
-) -> tuple[Float[Array, "b k h"], Float[Array, "b k h"]]:
-    """The mean of each channel over the valid tokens, and half of what is farthest from it."""
-    number = jnp.maximum(count, 1).astype(jnp.float32)[:, None, None]
-    mean = of_values.total / number * (1.0 / SUM_UNIT)
-    ends = jnp.stack([0.5 * of_values.high - 0.5 * mean, 0.5 * of_values.low - 0.5 * mean])
-    return mean, jnp.where(count[:, None, None] > 0, largest_magnitude(ends, 0), 0.0)
 
 
 def starting_rows(

@@ -184,26 +184,21 @@ def _order(
     )
 
 
-def in_window(
+def refreshed(
     state: AttentionState,
     inputs: Inputs,
     config: AttentionConfig,
     implementation: str,
-    refresh: Bool[Array, ""],
     same: Bool[Array, ""],
 ) -> AttentionState:
-    """The state with an order for these keys: a new one to refresh it or for other keys.
+    """The state with a new order for these keys, for the whole batch.
 
-    One scalar decides for the whole batch.
+    Args:
+      same: whether the state's order was made for the same valid keys.
     """
-    valid = _key_valid(inputs)
-
-    def cluster() -> AttentionState:
-        order, centroids = _key_order_warm(inputs, config, implementation, state, same)
-        made = AttentionState(order, centroids, valid, jnp.ones_like(state.made))
-        return _like(state, made, inputs)
-
-    return lax.cond(refresh | ~same, cluster, lambda: unchanged(state, inputs))
+    order, centroids = _key_order_warm(inputs, config, implementation, state, same)
+    made = AttentionState(order, centroids, _key_valid(inputs), jnp.ones_like(state.made))
+    return _like(state, made, inputs)
 
 
 def after_window(state: AttentionState, inputs: Inputs, same: Bool[Array, ""]) -> AttentionState:

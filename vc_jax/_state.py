@@ -17,7 +17,7 @@ from ._config import PRESETS, AttentionConfig, shown
 from ._dispatch import attend, request_of, select_implementation
 from ._explicit_axes import spread
 from ._implementations import Result, Static
-from ._order import AttentionState, after_window, check_state, in_window, same_keys, unchanged
+from ._order import AttentionState, after_window, check_state, refreshed, same_keys, unchanged
 from ._schedule import DenoisingSchedule
 from ._tracing import concrete, own_promotion
 
@@ -245,16 +245,23 @@ def run_step(
         same = same_keys(state, inputs)
         chosen = choose(config, implementation)
 
-        def window():
-            refresh = schedule.refreshes(step)
-            new = in_window(state, inputs, config, chosen, refresh, same)
-            return run(config, implementation, True, new.permutation), new
-
         def after():
             new = after_window(state, inputs, same)
             return run(config, implementation, False, new.permutation), new
 
-        return lax.cond(schedule.in_window(step), window, after)
+        def keep():
+            new = unchanged(state, inputs)
+            return run(config, implementation, True, new.permutation), new
+
+        def refresh():
+            new = refreshed(state, inputs, config, chosen, same)
+            return run(config, implementation, True, new.permutation), new
+
+        # One conditional and none within it, but where the step clusters: each costs a GPU more
+        # than many kernels of a short call.
+        renew = jnp.where(schedule.refreshes(step) | ~same, 2, 1)
+        kind = jnp.where(schedule.in_window(step), renew, 0)
+        return lax.switch(kind, (after, keep, refresh))
 
     if schedule.high_precision_steps == (0, 0) or not config.quantized:
         return low_bit()

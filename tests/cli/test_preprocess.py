@@ -13,7 +13,7 @@ from vc_jax.benchmarks._amdahl import OfKinds
 from vc_jax.benchmarks._programs import compile_jobs
 from vc_jax.benchmarks._timing import Measurement
 from vc_jax.benchmarks._workloads import WORKLOADS, Workload
-from vc_jax.pallas_kernels import _counting_sort, _nearest, clustering, preparation
+from vc_jax.pallas_kernels import _counting_sort, _nearest, clustering, preparation, statistics
 
 from .stand_ins import kernel
 
@@ -31,7 +31,7 @@ def any_device():
     """Kernels run in the interpreter; the attention's place is taken by the first of its inputs."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setitem(WORKLOADS, "tiny", TINY)
-        for module in (_counting_sort, _nearest, clustering, preparation):
+        for module in (_counting_sort, _nearest, clustering, preparation, statistics):
 
             def launch(body, *arguments, interpret=False, run=module.launch, **options):
                 if "interpret" in getattr(body, "keywords", ()):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import vc_jax
-from vc_jax import AttentionConfig, _dispatch, _implementations
+from vc_jax import AttentionConfig, _attention, _dispatch, _implementations
 
 from .cases import PRESETS, video_like
 
@@ -215,6 +215,30 @@ def test_explain_says_in_words_which_implementation_runs_and_why_not_the_others(
     text = str(found)
     assert text.startswith(f"{found.implementation} runs this call")
     assert all(f"{other}: {reason}" in text for other, reason in found.reasons.items())
+
+
+@pytest.mark.parametrize(
+    ("length", "config", "word"),
+    [
+        (1024, "fp8", "slower than config='bf16'"),
+        (8192, "int8", "faster than config='bf16'"),
+        (3000, vc_jax.AttentionConfig(smooth_values=False), "faster than config='bf16'"),
+        (8192, "nvfp4", "slower than config='bf16' at any length"),
+        (8192, "bf16", None),
+    ],
+)
+def test_explain_says_whether_a_call_pays_on_a_card_that_was_measured(
+    monkeypatch, length, config, word
+):
+    shape = jax.ShapeDtypeStruct((1, length, 24, 128), jnp.bfloat16)
+    monkeypatch.setattr(_dispatch, "default_device", lambda: ("gpu", (9, 0), "NVIDIA H200"))
+    monkeypatch.setattr(_attention, "default_device", lambda: ("gpu", (9, 0), "NVIDIA H200"))
+    found = vc_jax.explain(shape, shape, shape, config=config)
+    assert (found.advice is None) == (word is None)
+    assert word is None or (found.advice.startswith(word) and found.advice in str(found))
+    monkeypatch.setattr(_attention, "default_device", lambda: ("gpu", (9, 0), "another card"))
+    other = vc_jax.explain(shape, shape, shape, config=config)
+    assert other.advice is None or other.implementation == "xla"
 
 
 def test_explain_takes_shapes_instead_of_arrays():

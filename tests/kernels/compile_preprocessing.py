@@ -1,4 +1,4 @@
-"""The preprocessing kernels for `compile_check`: each at the Wan2.2 720p shape and at a small one.
+"""The preprocessing kernels for `compile_check`: each at the Wan2.2 720p shape and at short ones.
 
 A kernel of 16-bit tokens that spills registers is a fault. One of float32 tokens may: they go
 through the tensor core in three pieces.
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from vc_jax import _fused
-from vc_jax.pallas_kernels import clustering, preparation
+from vc_jax.pallas_kernels import clustering, preparation, statistics
 
 E4M3 = jnp.float8_e4m3fn
 NO_SPILL = "0 bytes spill stores, 0 bytes spill loads"
@@ -33,6 +33,7 @@ class Shape:
 
 
 WAN = Shape(1, 75_600, 40, 40, 128, 295)
+SHORT = Shape(1, 4096, 24, 24, 128, 32)
 SMALL = Shape(2, 1000, 4, 2, 64, 10)
 
 
@@ -59,38 +60,33 @@ def kernels(shape: Shape, dtype, masked: bool) -> Iterator[Kernel]:
     query, tokens = array(b, s, n, h, of=dtype), array(b, s, k, h, of=dtype)
     count, valid = array(b, of=jnp.int32), array(b, s, of=jnp.bool_) if masked else None
     order = array(b, k, s, of=jnp.int32) if masked else None
-    per_head, channels = array(b, k), array(b, k, h)
-    means = array(b, k, -(-s // 256) * 2 if masked else 1, h)
+    blocks = -(-s // 256) * 2
+    key_scale, channels, means = array(b, k, blocks), array(b, k, h), array(b, k, blocks, h)
     centroids = array(b, k, shape.clusters, h)
-    label = f"{jnp.dtype(dtype).name} D={h} {'masked, ordered' if masked else 'plain'}"
+    label = f"{jnp.dtype(dtype).name} S={s} D={h} {'masked, ordered' if masked else 'plain'}"
 
     def entry(name: str, call: Callable[..., Any], *arguments) -> Kernel:
         return Kernel(f"{name}, {label}", call, arguments, dtype == jnp.float32)
 
     for wanted in (("sum", "squares"), ("sum", "high", "low")):
-        statistics = functools.partial(preparation.channel_statistics, wanted=wanted)
-        yield entry(f"channel {', '.join(wanted)}", statistics, tokens, valid)
+        of_channels = functools.partial(statistics.channel_statistics, wanted=wanted)
+        yield entry(f"channel {', '.join(wanted)}", of_channels, tokens, valid)
+    of_values = statistics.ValueStatistics(
+        means if masked else None, None if masked else channels, channels
+    )
+    values = (tokens, count, order, of_values)
     for code_dtype in (jnp.int8, E4M3):
         name = jnp.dtype(code_dtype).name
         formats = {"rotate": True, "code_dtype": code_dtype}
         queries = functools.partial(preparation.quantize_queries, scale=0.1, **formats)
-        yield entry(f"queries {name}", queries, query, per_head, per_head, channels)
+        yield entry(f"queries {name}", queries, query, key_scale, channels)
         keys = functools.partial(preparation.quantize_keys, **formats)
         yield entry(f"keys {name}", keys, tokens, count, order, channels, channels)
-        values = (tokens, count, order, means, channels)
         codes = functools.partial(preparation.quantize_queries_and_values, scale=0.1, **formats)
-        yield entry(
-            f"queries {name} and values", codes, (query, per_head, per_head, channels), values
-        )
-    of_all = functools.partial(
-        preparation.statistics,
-        of_queries=("squares",),
-        of_keys=("sum", "squares"),
-        smooth=masked,
-    )
+        yield entry(f"queries {name} and values", codes, (query, key_scale, channels), values)
+    of_all = functools.partial(statistics.statistics, key_mean=True, squares=True, smooth=masked)
     yield entry("statistics", of_all, query, tokens, tokens, count, order, valid)
-    yield entry("value statistics", preparation.value_statistics, tokens, count, order)
-    yield entry("values", preparation.quantize_values, tokens, count, order, means, channels)
+    yield entry("values", preparation.quantize_values, *values)
     for stride in (1, 4):
         nearest = functools.partial(clustering.nearest, stride=stride)
         yield entry(f"labels, stride {stride}", nearest, tokens, centroids, valid)
@@ -103,10 +99,11 @@ def kernels(shape: Shape, dtype, masked: bool) -> Iterator[Kernel]:
 
 
 def all_kernels() -> list[Kernel]:
-    """Both shapes and every dtype of tokens."""
+    """Every shape and every dtype of tokens."""
     return [
         *kernels(WAN, jnp.bfloat16, masked=True),
         *kernels(WAN, jnp.bfloat16, masked=False),
+        *kernels(SHORT, jnp.bfloat16, masked=True),
         *kernels(SMALL, jnp.float16, masked=True),
         *kernels(WAN, jnp.float32, masked=True),
     ]

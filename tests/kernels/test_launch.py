@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 import vc_jax
-from vc_jax.pallas_kernels import preparation
+from vc_jax.pallas_kernels import statistics
 
 TOKENS = jax.ShapeDtypeStruct((1, 300, 2, 64), jnp.bfloat16)
 
@@ -16,7 +16,7 @@ def test_no_warning_reaches_callers_when_a_kernel_is_lowered():
     """Which happens after the call that traced it has returned."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        traced = jax.jit(lambda x: preparation.channel_statistics(x, None)).trace(TOKENS)
+        traced = jax.jit(lambda x: statistics.channel_statistics(x, None)).trace(TOKENS)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in text
 
