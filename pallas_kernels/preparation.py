@@ -80,7 +80,7 @@ def _matrix(size: int, dtype, rotate: bool, balance: Array | None) -> Array:
     return (jnp.asarray(matrix, jnp.float32) * factors).astype(dtype)
 
 
-def _through(tiles, rows, matrix, start=None):
+def _through(tiles, rows, matrix, start=None) -> Any:
     """A start, zeros if `None`, plus rows times the matrix, float32.
 
     Float32 rows go through in three pieces: exact with 8 bits in each.
@@ -439,8 +439,12 @@ def _value_role(value, count, order, of_values: ValueStatistics) -> Role:
     batch, length, heads, size = value.shape
     blocks = pl.cdiv(length, STEP) * 2
     share = tiles_of_program(blocks, batch * heads)
-    means, smooth = of_values.mean, of_values.means is not None
-    means = flat(of_values.means, 3) if of_values.means is not None else flat(means, 2)
+    smooth = of_values.means is not None
+    if of_values.means is not None:
+        means = flat(of_values.means, 3)
+    else:
+        assert of_values.mean is not None
+        means = flat(of_values.mean, 2)
     arguments = [flat(value, 3), count, flat(of_values.scale, 2), means]
     if order is not None:
         arguments.append(flat(order, 3))
