@@ -19,10 +19,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array
 
-from vc_jax._tracing import own_promotion
-
 from .attention import AttentionLike, attention_function, check_attention
 from .common.checks import check_index, check_shape
+from .common.promotion import own_promotion
 
 Kernel = Callable[[Array, Array, Array, dict[str, Any]], Array]
 

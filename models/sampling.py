@@ -18,11 +18,11 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool
 
 import vc_jax
-from vc_jax._tracing import own_promotion
 
 from .attention import AttentionControl, ModelState, uses_state
 from .common.base import Latents, VideoTransformer
 from .common.checks import check_flags
+from .common.promotion import own_promotion
 from .common.schedulers import Sampling
 from .mesh import ModelMesh
 

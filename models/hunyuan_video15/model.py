@@ -19,7 +19,6 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
 
 from vc_jax import AttentionState
-from vc_jax._tracing import own_promotion
 
 from ..attention import (
     NO_CONTROL,
@@ -32,6 +31,7 @@ from ..attention import (
 )
 from ..common import checks, layers
 from ..common.base import VideoTransformer, run_blocks, stack_blocks
+from ..common.promotion import own_promotion
 from ..common.release import Files
 from ..common.schedulers import Sampling
 from . import tensors

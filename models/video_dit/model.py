@@ -21,9 +21,8 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
-from vc_jax._tracing import own_promotion
-
 from ..common.checks import check_fields, check_head_dim
+from ..common.promotion import own_promotion
 from .rope import RopeTable, apply_rope, rope_table
 
 _INIT = nnx.initializers.variance_scaling(1.0, "fan_in", "normal")

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from vc_jax._tracing import own_promotion
-
+from ..common.promotion import own_promotion
 from .flow import shift_time
 from .model import Attention, StatefulAttention, default_attention
 
