@@ -108,11 +108,16 @@ def test_every_length_from_1_to_300_without_recompiling(kernel, preset):
         compiled.append(1)
         return kernel.attention(prepared, out_dtype=jnp.float32)[0]
 
+    # As in `check`: single rows of few keys.
+    rounds_otherwise = kernel is mma and preset == "fp8"
+    errors = []
     for count in range(1, 301):
         prepared, expected, _ = reference(kernel, dataclasses.replace(case, counts=(count,)))
         out = np.asarray(compute(prepared))
-        assert relative_error(out, expected) <= 2e-3, count
+        errors.append(relative_error(out, expected))
+        assert errors[-1] <= (1e-2 if rounds_otherwise else 2e-3), count
         assert 0.998 <= gain(out, expected) <= 1.002, count
+    assert np.mean(errors) <= (3e-3 if rounds_otherwise else 2e-3)
     assert len(compiled) == 1
 
 
