@@ -9,7 +9,7 @@ import math
 
 from ._config import AttentionConfig
 
-MEASURED = "one H200, JAX 0.11.2, 2026-12-01, 24 heads"
+MEASURED = "'fp8' on one H200, JAX 0.11.2, 2026-12-01, 24 heads"
 _LENGTHS = (1024, 2048, 4096, 8192)
 _CALL = (0.42, 0.56, 0.95, 1.35)
 """Times as fast as BF16, clustering in each call."""
@@ -50,6 +50,9 @@ def advice(
         return "slower than config='bf16' at any length: the XLA reference"
     if implementation != "hopper" or _DEVICE not in device:
         return None
+    if config.qk == "nvfp4":
+        # The kernel alone, 2026-12-01: 0.84 and 0.87 times cuDNN (`docs/gpus.md`).
+        return "slower than config='bf16' at any length: without FP4 units, to judge 4 bits by"
     figures = _CALL if config.smooth_values else _UNSMOOTHED
     first = _from(figures)
     if kv_length < first:
