@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 
+import vc_jax
+from vc_jax._decode import decode
 from vc_jax.pallas_kernels import _ptx as ptx
-from vc_jax.pallas_kernels import hopper
+from vc_jax.pallas_kernels import hopper, hopper_fp4
 from vc_jax.pallas_kernels.layout import E4M3, Prepared8
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "jax_internals.md"
@@ -90,7 +92,22 @@ def lowered(code_dtype, softmax: str) -> str:
     def call(prepared):
         return hopper.attention(prepared, softmax=softmax, return_residual=True)
 
-    text = jax.jit(call).trace(prepared).lower(lowering_platforms=("cuda",)).as_text()
+    return lowered_text(call, prepared)
+
+
+def lowered_fp4() -> str:
+    """The same of the NVFP4 kernel, with its preparation."""
+
+    def call(query, key):
+        prepared = vc_jax.prepare(query, key, key, "nvfp4")
+        return hopper_fp4.attention(decode(prepared), return_residual=True)
+
+    tokens = [jax.ShapeDtypeStruct((1, n, 1, 128), jnp.bfloat16) for n in (64, 256)]
+    return lowered_text(call, *tokens)
+
+
+def lowered_text(call, *arguments) -> str:
+    text = jax.jit(call).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     return re.sub(r"\\[0-9A-F]{2}", " ", text)
 
 
@@ -111,5 +128,5 @@ def test_the_page_lists_every_instruction_that_the_kernel_can_ask_for():
 
 def test_the_kernel_emits_every_instruction_that_the_page_lists():
     kinds = [(dtype, softmax) for dtype in (jnp.int8, E4M3) for softmax in ("expcast", "exp")]
-    text = "".join(lowered(*kind) for kind in kinds)
+    text = "".join(lowered(*kind) for kind in kinds) + lowered_fp4()
     assert [opcode for opcode in sorted(listed()) if f"{opcode} " not in text] == []
