@@ -1,7 +1,7 @@
 """A pytest plugin: how long each group of tests may take, and how long it took.
 
 A group is a folder below `tests`. Seconds are those of its tests on two cores, added up over the
-two processes that `./vc test` starts, so all of them together are within 2 x 30 minutes. A session
+two processes that `./vc test` starts, so all of them together are within 2 x 33 minutes. A session
 in which a group takes longer fails.
 """
 
@@ -10,19 +10,19 @@ import collections
 import pytest
 
 BUDGETS = {
-    "cli": 530,
-    "core": 550,
-    "flax": 70,
-    "kernels": 500,
-    "models": 230,
-    "packaging": 200,
-    "ported_models": 780,
-    "promises": 340,
+    "cli": 500,
+    "core": 680,
+    "flax": 80,
+    "kernels": 520,
+    "models": 200,
+    "packaging": 190,
+    "ported_models": 860,
+    "promises": 380,
 }
-OTHER = 300
+OTHER = 490
 """For all other folders together."""
 
-assert sum(BUDGETS.values()) + OTHER <= 2 * 30 * 60
+assert sum(BUDGETS.values()) + OTHER <= 2 * 33 * 60
 
 _seconds: collections.Counter[str] = collections.Counter()
 
