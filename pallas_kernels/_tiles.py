@@ -636,7 +636,12 @@ class Tiles:
           distance: float32 [64, 64], of the first k.
           first: where the places of the head go.
         """
-        memory.distance.at[:, pl.ds(0, CHUNK)][...] = distance
+        store = getattr(plgpu, "store", None)
+        held = memory.distance.at[:, pl.ds(0, CHUNK)]
+        if store is None:
+            held[...] = distance
+        else:  # JAX 0.12 refuses a store with conflicts of banks that is not asked for.
+            store(held, distance, optimized=False)
         plgpu.commit_smem()
         splat = plgpu.Layout.WG_SPLAT((1,))
 
