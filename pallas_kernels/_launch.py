@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from ._tiles import Tiles
+from ._cluster_tiles import ClusterTiles
 from ._tiles_interpreted import InterpretedTiles
 from ._varying import vary_together, varying_axes
 
@@ -76,7 +76,7 @@ def launch(roles: Sequence[Role], *, interpret: bool = False) -> list[list[Array
             own = [inputs.pop(0) for _ in role.arguments] + [outputs.pop(0) for _ in role.results]
             last = first + role.programs
             inside = (program >= first) & (program < last)
-            run = functools.partial(role.run, Tiles(role.size), program - first, own)
+            run = functools.partial(role.run, ClusterTiles(role.size), program - first, own)
             run() if len(roles) == 1 else pl.when(inside)(run)
             first = last
 
