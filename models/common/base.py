@@ -1,7 +1,7 @@
 """What the ported models share as Flax NNX modules: stacked blocks, loading, saving, state."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -21,6 +21,7 @@ from ..attention import AttentionControl, AttentionLike, ModelState, check_atten
 from ..mesh import ModelMesh, roles_of
 from . import checkpoint, release
 from .checks import Dims, check_flags, check_float_dtype, check_shape
+from .lora import LoraLike, Loras
 from .schedulers import Sampling
 from .tensor_map import TensorMap
 
@@ -162,6 +163,7 @@ class VideoTransformer(nnx.Module):
         mesh: ModelMesh | Mesh | None = None,
         sampling: Sampling | None = None,
         variant: str | None = None,
+        loras: Sequence[LoraLike] = (),
         **options: Any,
     ) -> Self:
         """Loads safetensors, tensor by tensor, into the stacked parameters.
@@ -182,10 +184,13 @@ class VideoTransformer(nnx.Module):
             release say; `model.sampling` tells where each number came from.
           variant: which of several copies in a folder: `"ema"` for `model_ema.safetensors`,
             `"fp16"` for `diffusion_pytorch_model.fp16.safetensors`.
+          loras: LoRAs to merge, in float32, each a file or a (file, strength) pair: the styles of
+            keys are listed in `vc_jax.models.common.lora`. The names may be of any layout.
           **options: further arguments of the constructor (`attention`, `scan_layers`, ...).
 
         Raises:
-          FileNotFoundError: no safetensors at `path`.
+          FileNotFoundError: no safetensors at `path`, no such file among `loras`.
+          LoraError: a LoRA with keys or shapes that do not fit the model, all in one list.
           checkpoint.CheckpointError: missing, unexpected and mis-shaped tensors, all in one list.
           NotImplementedError: a schedule or guidance beside the transformer that is not ported;
             not with `sampling`.
@@ -206,9 +211,9 @@ class VideoTransformer(nnx.Module):
         abstract = nnx.eval_shape(
             lambda: cls(config, dtype=dtype, mesh=mesh, rngs=nnx.Rngs(0), **options)  # type: ignore[call-arg]
         )
-        name = checkpoint.detect_layout(
-            {name: layout(config) for name, layout in cls.layouts.items()}, reader
-        )
+        layouts = {name: layout(config) for name, layout in cls.layouts.items()}
+        layout = layouts[checkpoint.detect_layout(layouts, reader)]
+        merged = Loras(loras, layouts)
         if sampling is None:
             files = release.Files(reader.folder)
             constants = abstract.release_sampling(files)
@@ -217,7 +222,7 @@ class VideoTransformer(nnx.Module):
         abstract.sampling = sampling
         if mesh is not None:
             sharding = mesh.parameter_sharding(abstract)
-        return checkpoint.load(abstract, cls.layouts[name](config), reader, sharding)
+        return checkpoint.load(abstract, layout, reader, sharding, merged)
 
     @classmethod
     def adapt_config(cls, config: Any, shapes: dict[str, tuple[int, ...]]) -> Any:

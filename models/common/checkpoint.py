@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from safetensors.numpy import save_file
 
 from . import quantised, weight_files
+from .lora import Loras
 from .placing import Parameter
 from .release import read_json
 from .tensor_files import TensorFile
@@ -158,9 +159,13 @@ def check(layout: TensorMap, shapes: dict[str, Shape]) -> None:
 
 
 def load[Model: nnx.Module](
-    abstract: Model, layout: TensorMap, reader: Reader, sharding: ShardingLike = None
+    abstract: Model,
+    layout: TensorMap,
+    reader: Reader,
+    sharding: ShardingLike = None,
+    loras: Loras | None = None,
 ) -> Model:
-    """An abstract model (`nnx.eval_shape`) with the parameters of a checkpoint.
+    """An abstract model (`nnx.eval_shape`) with the parameters of a checkpoint, LoRAs merged.
 
     Two tensors are in host memory at a time, of a parameter on a mesh only the parts of this
     process. They are sent as the files have them, and cast and arranged on the device.
@@ -177,19 +182,24 @@ def load[Model: nnx.Module](
         variable = parameters.pop(entry.parameter)
         target = variable.get_value()
         place = sharding(entry.parameter, target.shape) if callable(sharding) else sharding
-        variable.set_value(_parameter(entry, reader, target, place))
+        variable.set_value(_parameter(entry, reader, target, place, loras))
     if parameters:
         raise AssertionError(f"the layout has no entry for {sorted(parameters)}")
     return nnx.merge(graphdef, state)
 
 
-def _parameter(entry: Entry, reader: Reader, target: Any, place: Sharding | None) -> jax.Array:
+def _parameter(
+    entry: Entry, reader: Reader, target: Any, place: Sharding | None, loras: Loras | None
+) -> jax.Array:
     stacked = entry.layers is not None
     parameter = Parameter(target.shape, target.dtype, place, stacked=stacked)
     for layer in range(entry.layers or 1):
         numbers = [reader.read(name.format(layer)) for name in entry.names]
+        added = None if loras is None else loras.addend(entry.parameter, layer)
         for start, values, factors in _pieces(entry, numbers, place):
-            parameter.write([layer, *start] if stacked else start, values, factors)
+            of_piece = tuple(slice(i, i + n) for i, n in zip(start, values.shape, strict=True))
+            addend = None if added is None else added[of_piece]
+            parameter.write([layer, *start] if stacked else start, values, factors, addend)
     return parameter.array()
 
 

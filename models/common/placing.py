@@ -81,8 +81,11 @@ class Parameter:
         sent: list[Array],
     ) -> Array:
         def part(index: Index, place: Sharding | None) -> Array:
-            parts = (x if x is None else x[index] for x in (values, factors, addend))
-            return _arranged_on(place, *parts, self._dtype, sent)
+            of_values, of_factors, of_addend = (
+                x if x is None else x[index] for x in (values, factors, addend)
+            )
+            assert of_values is not None
+            return _arranged_on(place, of_values, of_factors, of_addend, self._dtype, sent)
 
         place = self._place
         if not isinstance(place, NamedSharding):
@@ -90,7 +93,7 @@ class Parameter:
         if self._stacked:
             place = NamedSharding(place.mesh, PartitionSpec(*place.spec[1:]))
         indices = place.addressable_devices_indices_map(values.shape)
-        parts = [part(i, SingleDeviceSharding(device)) for device, i in indices.items()]
+        parts = [part(i or (), SingleDeviceSharding(device)) for device, i in indices.items()]
         return jax.make_array_from_single_device_arrays(values.shape, place, parts)
 
     def array(self) -> Array:
@@ -117,13 +120,14 @@ def _arranged_on(
     inverse = tuple(int(axis) for axis in np.argsort(order))
     raw = jax.device_put(np.ascontiguousarray(values.transpose(order)), place)
     sent.append(raw)
+    scale = added = None
     if factors is not None:
         once = tuple(slice(1) if stride == 0 else slice(None) for stride in factors.strides)
-        factors = np.ascontiguousarray(factors[once].transpose(order), np.float32)
-        factors = jax.device_put(factors, place)
+        scale = np.ascontiguousarray(factors[once].transpose(order), np.float32)
+        scale = jax.device_put(scale, place)
     if addend is not None:
-        addend = _arranged_on(place, addend, None, None, addend.dtype, sent)
-    return _arranged(raw, factors, addend, inverse, dtype)
+        added = _arranged_on(place, addend, None, None, addend.dtype, sent)
+    return _arranged(raw, scale, added, inverse, dtype)
 
 
 def _arranged_by_numpy(
