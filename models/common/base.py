@@ -19,7 +19,7 @@ import vc_jax.sharding
 
 from ..attention import AttentionControl, AttentionLike, ModelState, check_attention
 from ..mesh import ModelMesh, roles_of
-from . import checkpoint, release
+from . import checkpoint, memory, release
 from .checks import Dims, check_flags, check_float_dtype, check_shape
 from .lora import LoraLike, Loras
 from .schedulers import Sampling
@@ -161,6 +161,7 @@ class VideoTransformer(nnx.Module):
         dtype: DTypeLike = jnp.bfloat16,
         sharding: checkpoint.ShardingLike = None,
         mesh: ModelMesh | Mesh | None = None,
+        memory_kind: str | None = None,
         sampling: Sampling | None = None,
         variant: str | None = None,
         loras: Sequence[LoraLike] = (),
@@ -180,6 +181,9 @@ class VideoTransformer(nnx.Module):
             parameter's dotted name and shape that returns one; None for the default device.
           mesh: the model runs on it (`vc_jax.models.mesh`), its parameters are stored in parts as
             its layers say. Every process reads the parts of its own devices only.
+          memory_kind: `"pinned_host"` keeps the parameters in the host's memory, each moved there
+            when it is complete; `vc_jax.models.sampling.sample` copies them to the devices for the
+            model's own steps. None for the devices' memory.
           sampling: overrides what the checkpoint's files (see `release`) and the constants of the
             release say; `model.sampling` tells where each number came from.
           variant: which of several copies in a folder: `"ema"` for `model_ema.safetensors`,
@@ -194,8 +198,8 @@ class VideoTransformer(nnx.Module):
           checkpoint.CheckpointError: missing, unexpected and mis-shaped tensors, all in one list.
           NotImplementedError: a schedule or guidance beside the transformer that is not ported;
             not with `sampling`.
-          ValueError, TypeError: an unknown attention, before any file is opened; a field of the
-            configuration.
+          ValueError, TypeError: an unknown attention or memory, before any file is opened; a field
+            of the configuration.
         """
         for name in ("attention", "cross_attention"):
             if name in options:
@@ -204,6 +208,8 @@ class VideoTransformer(nnx.Module):
             raise ValueError("sharding: mesh says where parameters are; pass one of them")
         mesh = None if mesh is None else ModelMesh.of(mesh)
         check_float_dtype("dtype", dtype)
+        if memory_kind is not None:
+            memory.check_kind(memory_kind)
         reader = checkpoint.Reader(path, variant)
         if config is None:
             config = reader.config(cls.config_class)
@@ -222,6 +228,8 @@ class VideoTransformer(nnx.Module):
         abstract.sampling = sampling
         if mesh is not None:
             sharding = mesh.parameter_sharding(abstract)
+        if memory_kind is not None:
+            sharding = memory.with_kind(sharding, memory_kind)
         return checkpoint.load(abstract, layout, reader, sharding, merged)
 
     @classmethod
@@ -273,6 +281,19 @@ class VideoTransformer(nnx.Module):
             return self
         graphdef, blocks, rest = nnx.split(self, nnx.PathContains("blocks", exact=True), ...)
         return nnx.merge(graphdef, blocks, self.mesh.gathered(rest, roles_of(self)))
+
+    def in_memory(self, kind: str) -> Self:
+        """The same model with its parameters in another memory of their devices: `"pinned_host"`,
+        where they wait for `sample`, or `"device"`, where a call of the model needs them.
+
+        Those of this one stay where they are, until it is let go.
+
+        Raises:
+          ValueError: a memory that the devices do not have.
+        """
+        memory.check_kind(kind)
+        graphdef, state = nnx.split(self)
+        return nnx.merge(graphdef, memory.moved(state, kind))
 
     def num_parameters(self) -> int:
         """Number of parameters; works on an abstract model (`nnx.eval_shape`) too."""

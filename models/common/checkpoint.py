@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from safetensors.numpy import save_file
 
-from . import quantised, weight_files
+from . import memory, quantised, weight_files
 from .lora import Loras
 from .placing import Parameter
 from .release import read_json
@@ -282,6 +282,9 @@ def _file_tensors(
 
 def _on_host(parameter: jax.Array, layer: int | None) -> np.ndarray:
     """A parameter, or one layer of it, wherever its parts are."""
+    if memory.waits(parameter) and parameter.is_fully_addressable:
+        whole = np.asarray(parameter)
+        return whole if layer is None else whole[layer]
     if parameter.is_fully_addressable:
         return np.asarray(parameter if layer is None else parameter[layer])
     assert isinstance(parameter.sharding, NamedSharding)

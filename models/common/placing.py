@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jaxtyping import Array
 
+from . import memory
 from .tensor_map import Shape
 
 Index = tuple[slice, ...]
@@ -31,12 +32,15 @@ class Parameter:
 
     Args:
       shape, dtype: of the whole parameter.
-      place: its sharding; None for the default device.
+      place: its sharding; None for the default device. It may be in host memory: then the
+        parameter is moved there from the device as a whole.
       stacked: whether its first axis is that of the layers, of which a piece has one.
     """
 
     def __init__(self, shape: Shape, dtype: Any, place: Sharding | None, *, stacked: bool):
-        self._shape, self._dtype, self._place, self._stacked = shape, dtype, place, stacked
+        self._shape, self._dtype, self._stacked = shape, dtype, stacked
+        self._finally = place
+        self._place = place and place.with_memory_kind(memory.default_kind(place))
         self._host = np.zeros(shape, dtype) if math.prod(shape) <= _SMALL else None
         self._array: Array | None = None
         self._on_the_way: list[Array] = []
@@ -101,10 +105,14 @@ class Parameter:
         host = self._host
         if host is None:
             assert self._array is not None
-            return jax.block_until_ready(self._array)
-        if isinstance(self._place, NamedSharding):
-            return jax.make_array_from_callback(self._shape, self._place, lambda i: host[i])
-        return jax.device_put(host, self._place)
+            array = self._array
+        elif isinstance(self._place, NamedSharding):
+            array = jax.make_array_from_callback(self._shape, self._place, lambda i: host[i])
+        else:
+            array = jax.device_put(host, self._place)
+        if self._finally != self._place:
+            array = jax.device_put(array, self._finally)
+        return jax.block_until_ready(array)
 
 
 def _arranged_on(
