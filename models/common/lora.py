@@ -18,8 +18,10 @@ Before `M` may stand `transformer.`, `diffusion_model.`, `model.diffusion_model.
 """
 
 import dataclasses
+import functools
 import json
 import math
+import operator
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -65,10 +67,10 @@ class LoraError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class _Change:
-    """What a LoRA adds to one tensor, of the given shape; made when asked for."""
+    """What a LoRA adds to one tensor, of the given shape; made times a factor when asked for."""
 
     shape: Shape
-    make: Callable[[], np.ndarray]
+    make: Callable[[float], np.ndarray]
 
 
 class Loras:
@@ -107,7 +109,7 @@ class Loras:
             tensors = [
                 np.zeros(shape, np.float32)
                 if each is None
-                else strength * sum(change.make() for change in each)
+                else functools.reduce(operator.add, (change.make(strength) for change in each))
                 for each, shape in zip(found, entry.shapes, strict=True)
             ]
             added = entry.load(*tensors)
@@ -188,13 +190,16 @@ def _changes(
                     raise ValueError(f"{tensor} is no tensor of the model")
                 if change.shape != _flat(shapes[tensor], change.shape):
                     raise ValueError(f"expected {shapes[tensor]}, got {change.shape}")
-                shape, make = shapes[tensor], change.make
-                changes[tensor].append(_Change(shape, lambda s=shape, m=make: m().reshape(s)))
+                changes[tensor].append(_reshaped(change, shapes[tensor]))
         except ValueError as error:
             problems.append(f"{', '.join(keys.values())}: {error}")
     if problems:
         raise LoraError(file.path, problems)
     return changes
+
+
+def _reshaped(change: _Change, shape: Shape) -> _Change:
+    return _Change(shape, lambda factor: change.make(factor).reshape(shape))
 
 
 def _flat(shape: Shape, like: Shape) -> Shape:
@@ -206,13 +211,19 @@ def _said(file: TensorFile) -> float | None:
     """The alpha in PEFT's metadata; None where it says none.
 
     Raises:
-      LoraError: settings that are not a plain product of two matrices.
+      LoraError: settings that are not a plain product of two matrices, or no JSON.
     """
-    said: dict[str, Any] = json.loads(file.metadata.get(_METADATA, "{}"))
+    try:
+        said: dict[str, Any] = dict(json.loads(file.metadata.get(_METADATA, "{}")))
+    except (ValueError, TypeError) as error:
+        raise LoraError(file.path, [f"{_METADATA}: no valid JSON"]) from error
     said = {key.removeprefix("transformer."): value for key, value in said.items()}
     if wrong := [name for name in _NOT_MERGED if said.get(name)]:
         raise LoraError(file.path, [f"{_METADATA}: {name} is not supported" for name in wrong])
-    return said.get("lora_alpha")
+    alpha = said.get("lora_alpha")
+    if alpha is not None and not isinstance(alpha, int | float):
+        raise LoraError(file.path, [f"{_METADATA}: lora_alpha is no number: {alpha!r}"])
+    return alpha
 
 
 def _of_module(
@@ -230,7 +241,7 @@ def _of_module(
     for role, name in (("diff", "weight"), ("diff_b", "bias"), ("diff_m", "modulation")):
         if role in keys:
             shape = file.shapes[keys[role]]
-            yield f"{module}.{name}", _Change(shape, lambda role=role: read(role))
+            yield f"{module}.{name}", _Change(shape, lambda f, role=role: f * read(role))
     ups = sorted((r for r in keys if re.match(r"up \d", r)), key=lambda r: int(r[3:]))
     if not ups and "down" not in keys:
         if rest := [key for role, key in keys.items() if not role.startswith("diff")]:
@@ -239,21 +250,30 @@ def _of_module(
     if not ups or "down" not in keys or ups[-1] != f"up {len(ups) - 1}":
         raise ValueError("a half of a pair is missing")
     down, of_ups = file.shapes[keys["down"]], [file.shapes[keys[up]] for up in ups]
-    if len(down) < 2 or any(len(up) < 2 or up[1] * len(ups) != down[0] for up in of_ups):
+    if (
+        len(down) < 2
+        or not down[0]
+        or any(len(up) < 2 or up[1] * len(ups) != down[0] for up in of_ups)
+    ):
         raise ValueError(f"ranks differ: {of_ups} and {down}")
-    rank, factor = of_ups[0][1], 1.0
+    rank, scale = of_ups[0][1], 1.0
     if "alpha_scale" in keys:
-        factor = float(read("alpha_scale").item())
+        scale = float(read("alpha_scale").item())
     elif "alpha" in keys or alpha is not None:
-        factor = float(read("alpha").item() if "alpha" in keys else alpha) / rank  # type: ignore[arg-type]
-
-    def product() -> np.ndarray:
-        parts = np.split(read("down").reshape(down[0], -1), len(ups))
-        pairs = zip(ups, parts, strict=True)
-        return factor * np.concatenate([read(up).reshape(-1, rank) @ part for up, part in pairs])
+        scale = (float(read("alpha").item()) if "alpha" in keys else alpha or 0.0) / rank
 
     rows = sum(up[0] for up in of_ups)
+
+    def product(factor: float) -> np.ndarray:
+        parts = np.split(factor * scale * read("down").reshape(down[0], -1), len(ups))
+        result = np.empty((rows, parts[0].shape[1]), np.float32)
+        begin = 0
+        for up, shape, part in zip(ups, of_ups, parts, strict=True):
+            np.matmul(read(up).reshape(-1, rank), part, out=result[begin : begin + shape[0]])
+            begin += shape[0]
+        return result
+
     yield f"{module}.weight", _Change((rows, math.prod(down[1:])), product)
     if "up bias" in keys:
         shape = file.shapes[keys["up bias"]]
-        yield f"{module}.bias", _Change(shape, lambda: factor * read("up bias"))
+        yield f"{module}.bias", _Change(shape, lambda factor: factor * scale * read("up bias"))

@@ -86,9 +86,10 @@ def merged(weights: Tensors, *terms: tuple[float, Tensors]) -> Tensors:
     return result
 
 
-def close(first: Any, second: Any) -> None:
-    for a, b in zip(*map(jax.tree.leaves, (first, second)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(np.max(np.abs(b))))
+def close(first: Any, second: Any, rtol: float = 1e-5) -> None:
+    for leaves in zip(*map(jax.tree.leaves, (first, second)), strict=True):
+        a, b = (np.asarray(leaf, np.float32) for leaf in leaves)
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-5 * float(np.max(np.abs(b))))
 
 
 @pytest.fixture(scope="module")
@@ -224,9 +225,13 @@ def test_alpha_of_the_metadata_and_a_bias(wan, tmp_path):
     file = saved(lora, tmp_path / "lora.safetensors", metadata)
     changed = merged(weights, (2.0, added | {f"{FFN}.bias": bias}))
     close(load(wan, file), load(saved(changed, tmp_path / "merged.safetensors")))
-    metadata = {"lora_adapter_metadata": json.dumps(said | {"transformer.use_rslora": True})}
-    with pytest.raises(LoraError, match="use_rslora is not supported"):
-        load(wan, saved(lora, file, metadata))
+    for text, words in (
+        (json.dumps(said | {"transformer.use_rslora": True}), "use_rslora is not supported"),
+        (json.dumps(said | {"transformer.lora_alpha": "6"}), "lora_alpha is no number: '6'"),
+        ("{", "no valid JSON"),
+    ):
+        with pytest.raises(LoraError, match=words):
+            load(wan, saved(lora, file, {"lora_adapter_metadata": text}))
 
 
 def test_merged_in_float32_and_on_a_mesh(wan, tmp_path, monkeypatch):
@@ -241,9 +246,11 @@ def test_merged_in_float32_and_on_a_mesh(wan, tmp_path, monkeypatch):
     for options in ({}, {"mesh": mesh}):
         got = load(wan, (file, 1e-3), dtype=jnp.bfloat16, **options)
         assert got.head.kernel.dtype == jnp.bfloat16
+        close(got, expected, rtol=0.01)
         for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
-            # At most a few sums lie so near a middle that another order of adding rounds them off.
-            assert np.mean(np.asarray(a) != np.asarray(b)) < 0.02
+            if a.dtype == jnp.bfloat16:
+                # A few sums lie so near a middle that their last bits decide how they are rounded.
+                assert np.mean(np.asarray(a) != np.asarray(b)) < 0.02
 
 
 PAIR = {"lora_A.weight": (RANK, 6), "lora_B.weight": (8, RANK)}
