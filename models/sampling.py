@@ -1,4 +1,4 @@
-"""`sample`: noise to latents with a ported model, as one jitted `lax.scan`.
+"""`sample`: noise to latents with a ported model, as one jitted `lax.scan` an expert.
 
 Latents in, latents out: text encoders and VAEs are the caller's own. The scan carries the
 latents, the solver's memory and the V-Smooth state; guidance runs both halves as one batch.
@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool
 import vc_jax
 
 from .attention import AttentionControl, ModelState, uses_state
+from .common import memory
 from .common.base import Latents, VideoTransformer
 from .common.checks import check_flags
 from .common.promotion import own_promotion
@@ -54,11 +55,14 @@ def sample(
         left out are shared. Only with guidance.
       sampling: steps, solver, shift, guidance; default `model.sampling`, the release's own.
       low_noise_model: the low-noise expert of Wan2.2-A14B; needed if `sampling.boundary` is set.
-        The V-Smooth state is reset when it takes over.
+        It begins with a V-Smooth state of its own.
       schedule: `vc_jax.DenoisingSchedule` of a low-bit attention; default one for the steps.
       high_precision_layers: bool [layers], True where a layer's attention runs as `"bf16"`.
       bf16_steps_mask: bool [steps], likewise.
       progress: a bar on stderr.
+
+    A model whose parameters wait in host memory (`from_pretrained(..., memory_kind=)`) is copied to
+    its devices for its own steps only: of two such experts one is there at a time.
 
     A model with a mesh is sampled on all of its devices. Arrays that are not on the mesh must then
     be the same in all processes, and every process gets the whole result.
@@ -79,7 +83,8 @@ def sample(
     if low_noise_model is not None:
         _check_low_noise_model(low_noise_model, model)
     experts = [model] if low_noise_model is None else [model, low_noise_model]
-    if schedule is None and any(uses_state(expert.attention) for expert in experts):
+    clusters = [uses_state(expert.attention) for expert in experts]
+    if schedule is None and any(clusters):
         schedule = vc_jax.DenoisingSchedule(sampling.num_steps)
     if schedule is not None and schedule.num_steps != sampling.num_steps:
         raise ValueError(f"schedule: has {schedule.num_steps} steps, sampling {sampling.num_steps}")
@@ -93,78 +98,99 @@ def sample(
     ):
         if mask is not None:
             check_flags(name, mask)
-    graphs, parameters = map(list, zip(*map(nnx.split, experts)))
+    parts = latents if isinstance(latents, dict) else {"video": latents}
+    policies = tuple(
+        None if mask is None else jnp.asarray(mask, bool)
+        for mask in (high_precision_layers, bf16_steps_mask)
+    )
     if model.mesh is not None:
-        _check_batch(latents, negative, model.mesh)
-        everything = parameters, latents, conditioning, negative
-        parameters, latents, conditioning, negative = model.mesh.whole(everything)
+        _check_batch(parts, negative, model.mesh)
+        parts, conditioning, negative, policies = model.mesh.whole(
+            (parts, conditioning, negative, policies)
+        )
     if progress:
         _bar.start(sampling.num_steps)
-    result = _run(
-        tuple(graphs),
-        sampling,
-        schedule,
-        progress,
-        parameters,
-        latents,
-        conditioning,
-        negative,
-        tuple(
-            None if mask is None else jnp.asarray(mask, bool)
-            for mask in (high_precision_layers, bf16_steps_mask)
-        ),
-    )
+    memories = None
+    for which, steps in _turns(sampling, len(experts)):
+        # With a schedule of the caller's even one without clusters has a state: or is told why not.
+        keeps = schedule is not None and (clusters[which] or not any(clusters))
+        graph, parameters = nnx.split(experts[which])
+        if model.mesh is not None:
+            parameters = model.mesh.whole(parameters)
+        if any(map(memory.waits, jax.tree.leaves(parameters))):
+            # When the last expert's steps are done, nothing holds its copy on the device any more.
+            jax.block_until_ready(parts)
+        parts, memories = _run(
+            (graph, sampling, schedule if keeps else None, steps, progress),
+            memory.on_device(parameters),
+            parts,
+            memories,
+            conditioning,
+            negative,
+            policies,
+        )
     if progress:
-        jax.block_until_ready(result)
+        jax.block_until_ready(parts)
         jax.effects_barrier()
-    return result
+    return parts if isinstance(latents, dict) else parts["video"]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _turns(sampling: Sampling, experts: int) -> list[tuple[int, tuple[int, int]]]:
+    """Which expert makes which steps, [first, end)."""
+    high = int(np.sum(sampling.high_noise())) if experts > 1 else sampling.num_steps
+    turns = [(0, (0, high)), (1, (high, sampling.num_steps))]
+    return [(which, steps) for which, steps in turns if steps[0] < steps[1]]
+
+
+@functools.partial(jax.jit, static_argnums=0)
 def _run(
-    graphs: tuple[nnx.GraphDef, ...],
-    sampling: Sampling,
-    schedule: vc_jax.DenoisingSchedule | None,
-    progress: bool,
-    parameters: list[nnx.State],
-    latents: Latents,
+    settings: tuple[nnx.GraphDef, Sampling, Any, tuple[int, int], bool],
+    parameters: nnx.State,
+    parts: Parts,
+    memories: dict[str, Any] | None,
     conditioning: dict[str, Any],
     negative: dict[str, Any] | None,
     policies: tuple[Bool[Array, "layers"] | None, Bool[Array, "steps"] | None],
-) -> Latents:
-    model = nnx.merge(graphs[0], parameters[0])
-    batch = jax.tree.leaves(latents)[0].shape[0]
+) -> tuple[Parts, dict[str, Any]]:
+    """The steps of one expert, which begins with a fresh state: values of another one's are none of
+    its own.
+
+    Args:
+      settings: graph definition, sampling, schedule of a model with a state, steps, progress.
+      memories: of the solvers; None before the first step.
+
+    Returns:
+      The latents, those that the conditioning gives put in after the last step, and the memories.
+    """
+    graph, sampling, schedule, (first, end), progress = settings
+    model = nnx.merge(graph, parameters)
+    batch = jax.tree.leaves(parts)[0].shape[0]
     both = conditioning if negative is None else _both(model, negative, conditioning, batch)
-    single = not isinstance(latents, dict)
+    single = sampling.audio_shift is None
     shifts = {"video": sampling.shift, "audio": sampling.audio_shift}
-    parts = latents if isinstance(latents, dict) else {"video": latents}
     solvers = {name: sampling.make_solver(shifts[name]) for name in parts}
     times = {name: jnp.asarray(sampling.timesteps(shifts[name]), jnp.float32) for name in parts}
     following = jnp.asarray(sampling.next_timesteps(), jnp.float32)
     scales = jnp.asarray(sampling.guidance_scales(), jnp.float32)
-    high_noise = sampling.high_noise()
-    first_low = int(np.argmin(high_noise)) if len(graphs) > 1 and not high_noise.all() else None
 
     def evaluate(
-        which: int, parts: Parts, index: Array, state: ModelState | None
+        parts: Parts, index: Array, state: ModelState | None
     ) -> tuple[Parts, ModelState | None]:
-        expert = nnx.merge(graphs[which], parameters[which]).in_use()
+        model = nnx.merge(graph, parameters).in_use()
         given: Any = parts["video"] if single else parts
         now: Any = {name: table[index] for name, table in times.items()}
         if single:
             now = now["video"]
-        given = expert.impose(given, conditioning)
+        given = model.impose(given, conditioning)
         if negative is not None:
             given = jnp.concatenate([given, given])
-        if expert.mesh is not None:
-            given = expert.mesh.clips(given)
-        own = state if keeps[which] else None
-        control = AttentionControl(own, index, *policies, schedule=schedule)
-        extra: Any = {"next_time": following[index]} if expert.needs_next_time else {}
-        velocity, own = expert.denoise(given, now, both, control, **extra)
-        if expert.mesh is not None:
-            velocity = expert.mesh.clips(velocity)
-        state = own if keeps[which] else state
+        if model.mesh is not None:
+            given = model.mesh.clips(given)
+        control = AttentionControl(state, index, *policies, schedule=schedule)
+        extra: Any = {"next_time": following[index]} if model.needs_next_time else {}
+        velocity, state = model.denoise(given, now, both, control, **extra)
+        if model.mesh is not None:
+            velocity = model.mesh.clips(velocity)
         velocities = velocity if isinstance(velocity, dict) else {"video": velocity}
         if negative is not None:
             form = sampling.guidance_form
@@ -173,19 +199,7 @@ def _run(
 
     def step(carry: Any, index: Array) -> tuple[Any, None]:
         parts, memories, state = carry
-        if len(graphs) == 1:
-            velocities, state = evaluate(0, parts, index, state)
-        else:
-            if state is not None and first_low is not None:
-                state = jax.lax.cond(index == first_low, vc_jax.reset, lambda s: s, state)
-            velocities, state = jax.lax.cond(
-                jnp.asarray(high_noise)[index],
-                functools.partial(evaluate, 0),
-                functools.partial(evaluate, 1),
-                parts,
-                index,
-                state,
-            )
+        velocities, state = evaluate(parts, index, state)
         moved = {
             name: solvers[name].step(index, parts[name], velocities[name], memories[name])
             for name in parts
@@ -195,25 +209,18 @@ def _run(
         parts = {name: pair[0] for name, pair in moved.items()}
         return (parts, {name: pair[1] for name, pair in moved.items()}, state), None
 
-    experts = [nnx.merge(*expert) for expert in zip(graphs, parameters, strict=True)]
-    clusters = [uses_state(expert.attention) for expert in experts]
-    # With a schedule of the caller's even one without clusters has a state: or it is told why not.
-    keeps = [schedule is not None and (own or not any(clusters)) for own in clusters]
     state = None
-    if any(keeps):
+    if schedule is not None:
         copies = 1 if negative is None else 2
-        doubled = jax.tree.map(lambda x: jnp.concatenate([x] * copies), latents)
-        states = [e.sampling_state(doubled, both) for e, keep in zip(experts, keeps) if keep]
-        state = states[0]
-        if jax.tree.map(jnp.shape, states[-1]) != jax.tree.map(jnp.shape, state):
-            raise ValueError(
-                "low_noise_model: its attention has another number of clusters than model's, "
-                "whose state it takes over"
-            )
-    memories = {name: solvers[name].init(parts[name]) for name in parts}
-    steps = jnp.arange(sampling.num_steps, dtype=jnp.int32)
-    (parts, _, _), _ = jax.lax.scan(step, (parts, memories, state), steps)
-    result = model.impose(parts["video"] if single else parts, conditioning)
+        doubled = {name: jnp.concatenate([x] * copies) for name, x in parts.items()}
+        state = model.sampling_state(doubled["video"] if single else doubled, both)
+    begun = memories or {name: solvers[name].init(parts[name]) for name in parts}
+    steps = jnp.arange(first, end, dtype=jnp.int32)
+    (parts, begun, _), _ = jax.lax.scan(step, (parts, begun, state), steps)
+    if end == sampling.num_steps:
+        imposed = model.impose(parts["video"] if single else parts, conditioning)
+        parts = imposed if isinstance(imposed, dict) else {"video": imposed}
+    result = parts, begun
     return result if model.mesh is None else model.mesh.constrained(result)
 
 

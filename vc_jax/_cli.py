@@ -19,7 +19,7 @@ from typing import NoReturn
 from ._command_line import Parser, complain, once, pair, path, sizes
 from ._streams import open_streams
 
-BENCHMARKS = ("attention", "preprocess", "end-to-end", "fidelity", "sharded")
+BENCHMARKS = ("attention", "preprocess", "end-to-end", "fidelity", "sharded", "memory")
 _PRESETS = ("bf16", "int8", "fp8", "nvfp4")
 _NOT_FINITE = 3
 _SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}

@@ -1,7 +1,7 @@
 """What the ported models share as Flax NNX modules: stacked blocks, loading, saving, state."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -19,8 +19,9 @@ import vc_jax.sharding
 
 from ..attention import AttentionControl, AttentionLike, ModelState, check_attention
 from ..mesh import ModelMesh, roles_of
-from . import checkpoint, release
+from . import checkpoint, memory, release
 from .checks import Dims, check_flags, check_float_dtype, check_shape
+from .lora import LoraLike, Loras
 from .schedulers import Sampling
 from .tensor_map import TensorMap
 
@@ -160,8 +161,10 @@ class VideoTransformer(nnx.Module):
         dtype: DTypeLike = jnp.bfloat16,
         sharding: checkpoint.ShardingLike = None,
         mesh: ModelMesh | Mesh | None = None,
+        memory_kind: str | None = None,
         sampling: Sampling | None = None,
         variant: str | None = None,
+        loras: Sequence[LoraLike] = (),
         **options: Any,
     ) -> Self:
         """Loads safetensors, tensor by tensor, into the stacked parameters.
@@ -178,19 +181,25 @@ class VideoTransformer(nnx.Module):
             parameter's dotted name and shape that returns one; None for the default device.
           mesh: the model runs on it (`vc_jax.models.mesh`), its parameters are stored in parts as
             its layers say. Every process reads the parts of its own devices only.
+          memory_kind: `"pinned_host"` keeps the parameters in the host's memory, each moved there
+            when it is complete; `vc_jax.models.sampling.sample` copies them to the devices for the
+            model's own steps. None for the devices' memory.
           sampling: overrides what the checkpoint's files (see `release`) and the constants of the
             release say; `model.sampling` tells where each number came from.
           variant: which of several copies in a folder: `"ema"` for `model_ema.safetensors`,
             `"fp16"` for `diffusion_pytorch_model.fp16.safetensors`.
+          loras: LoRAs to merge, in float32, each a file or a (file, strength) pair: the styles of
+            keys are listed in `vc_jax.models.common.lora`. The names may be of any layout.
           **options: further arguments of the constructor (`attention`, `scan_layers`, ...).
 
         Raises:
-          FileNotFoundError: no safetensors at `path`.
+          FileNotFoundError: no safetensors at `path`, no such file among `loras`.
+          LoraError: a LoRA with keys or shapes that do not fit the model, all in one list.
           checkpoint.CheckpointError: missing, unexpected and mis-shaped tensors, all in one list.
           NotImplementedError: a schedule or guidance beside the transformer that is not ported;
             not with `sampling`.
-          ValueError, TypeError: an unknown attention, before any file is opened; a field of the
-            configuration.
+          ValueError, TypeError: an unknown attention or memory, before any file is opened; a field
+            of the configuration.
         """
         for name in ("attention", "cross_attention"):
             if name in options:
@@ -199,6 +208,8 @@ class VideoTransformer(nnx.Module):
             raise ValueError("sharding: mesh says where parameters are; pass one of them")
         mesh = None if mesh is None else ModelMesh.of(mesh)
         check_float_dtype("dtype", dtype)
+        if memory_kind is not None:
+            memory.check_kind(memory_kind)
         reader = checkpoint.Reader(path, variant)
         if config is None:
             config = reader.config(cls.config_class)
@@ -206,9 +217,9 @@ class VideoTransformer(nnx.Module):
         abstract = nnx.eval_shape(
             lambda: cls(config, dtype=dtype, mesh=mesh, rngs=nnx.Rngs(0), **options)  # type: ignore[call-arg]
         )
-        name = checkpoint.detect_layout(
-            {name: layout(config) for name, layout in cls.layouts.items()}, reader
-        )
+        layouts = {name: layout(config) for name, layout in cls.layouts.items()}
+        layout = layouts[checkpoint.detect_layout(layouts, reader)]
+        merged = Loras(loras, layouts)
         if sampling is None:
             files = release.Files(reader.folder)
             constants = abstract.release_sampling(files)
@@ -217,7 +228,9 @@ class VideoTransformer(nnx.Module):
         abstract.sampling = sampling
         if mesh is not None:
             sharding = mesh.parameter_sharding(abstract)
-        return checkpoint.load(abstract, cls.layouts[name](config), reader, sharding)
+        if memory_kind is not None:
+            sharding = memory.with_kind(sharding, memory_kind)
+        return checkpoint.load(abstract, layout, reader, sharding, merged)
 
     @classmethod
     def adapt_config(cls, config: Any, shapes: dict[str, tuple[int, ...]]) -> Any:
@@ -268,6 +281,19 @@ class VideoTransformer(nnx.Module):
             return self
         graphdef, blocks, rest = nnx.split(self, nnx.PathContains("blocks", exact=True), ...)
         return nnx.merge(graphdef, blocks, self.mesh.gathered(rest, roles_of(self)))
+
+    def in_memory(self, kind: str) -> Self:
+        """The same model with its parameters in another memory of their devices: `"pinned_host"`,
+        where they wait for `sample`, or `"device"`, where a call of the model needs them.
+
+        Those of this one stay where they are, until it is let go.
+
+        Raises:
+          ValueError: a memory that the devices do not have.
+        """
+        memory.check_kind(kind)
+        graphdef, state = nnx.split(self)
+        return nnx.merge(graphdef, memory.moved(state, kind))
 
     def num_parameters(self) -> int:
         """Number of parameters; works on an abstract model (`nnx.eval_shape`) too."""

@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from . import quantised, weight_files
-from .release import pointer_hint, read_json
+from . import memory, quantised, weight_files
+from .lora import Loras
+from .placing import Parameter
+from .release import read_json
+from .tensor_files import TensorFile
 from .tensor_map import Entry, Shape, TensorMap
 
 ShardingLike = Sharding | Callable[[str, Shape], Sharding] | None
@@ -57,22 +58,16 @@ class Reader:
         self.path = Path(path)
         self.folder = self.path.parent if self.path.is_file() else self.path
         files = weight_files.choose(self.path, variant)
-        self._open = {file: _opened(file) for file in files}
-        self._headers: dict[Path, dict[str, Any]] = {}
-        self._file_of: dict[str, Path] = {}
-        for file, handle in self._open.items():
-            for name in handle.keys():  # noqa: SIM118 (not a dict)
+        self._file_of: dict[str, TensorFile] = {}
+        for file in map(TensorFile, files):
+            for name in file.shapes:
                 if name in self._file_of:
-                    raise ValueError(_copies(name, self._file_of[name], file))
+                    raise ValueError(_copies(name, self._file_of[name].path, file.path))
                 self._file_of[name] = file
         self._named = weight_files.transformer_names(list(self._file_of))
-        slices = {
-            name: self._open[self._file_of[raw]].get_slice(raw) for name, raw in self._named.items()
-        }
-        shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
-        dtypes = {name: part.get_dtype() for name, part in slices.items()}
+        shapes = {name: self._file_of[raw].shapes[raw] for name, raw in self._named.items()}
+        dtypes = {name: self._file_of[raw].dtypes[raw] for name, raw in self._named.items()}
         self._stored = quantised.stored(shapes, dtypes)
-        self._dtypes = dtypes
         self._unread = {
             name: problem
             for name, entry in self._stored.items()
@@ -114,42 +109,15 @@ class Reader:
             more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
             raise ValueError(f"{self.path}: {problems[0]}{more}")
 
-    def read(self, name: str) -> np.ndarray:
-        """A tensor's numbers: in its own dtype, or in float32 where the file scales it."""
+    def read(self, name: str) -> quantised.Numbers:
+        """A tensor's numbers as views of the files, which are read where they are looked at."""
         entry = self._stored[name]
-        tensor = self._tensor(entry.tensor)
-        if entry.scale is None:
-            return tensor
-        return quantised.dequantised(tensor, self._tensor(entry.scale))
+        scale = None if entry.scale is None else self._tensor(entry.scale)
+        return quantised.Numbers(self._tensor(entry.tensor), scale)
 
     def _tensor(self, name: str) -> np.ndarray:
         raw = self._named[name]
-        file = self._file_of[raw]
-        if self._dtypes[name] in quantised.FP8:
-            # safetensors' own reading into NumPy knows no FP8.
-            return np.array(self._map(file, raw))
-        return self._open[file].get_tensor(raw)
-
-    def mapped(self, name: str) -> np.ndarray:
-        """As `read`, but the file is read where the array is looked at: a view of it can be of a
-        part. What the file scales is read whole."""
-        entry = self._stored[name]
-        if entry.scale is not None:
-            return self.read(name)
-        raw = self._named[entry.tensor]
-        return self._map(self._file_of[raw], raw)
-
-    def _map(self, file: Path, name: str) -> np.ndarray:
-        """A file is the header's length in 8 bytes, the header as JSON, and the tensors at offsets
-        from its end."""
-        if file not in self._headers:
-            with file.open("rb") as stream:
-                length = int.from_bytes(stream.read(8), "little")
-                self._headers[file] = json.loads(stream.read(length)) | {"": 8 + length}
-        header = self._headers[file]
-        entry = header[name]
-        dtype, begin = quantised.DTYPES[entry["dtype"]], entry["data_offsets"][0]
-        return np.memmap(file, dtype, "r", header[""] + begin, tuple(entry["shape"]))
+        return self._file_of[raw].tensor(raw)
 
 
 def _copies(name: str, first: Path, second: Path) -> str:
@@ -158,20 +126,6 @@ def _copies(name: str, first: Path, second: Path) -> str:
     hint = f": two copies of a model and no index; pass variant={chosen}"
     both = f"path: {first.name} and {second.name} in {first.parent} both hold {name!r}"
     return both + (hint if len(copies) > 1 else "")
-
-
-def _opened(file: Path) -> Any:
-    """An open safetensors file.
-
-    Raises:
-      ValueError: it is none, or not all of it is there; names the file.
-    """
-    try:
-        return safe_open(file, "np")
-    except SafetensorError as error:
-        raise ValueError(
-            f"path: {file} is not a whole safetensors file{pointer_hint(file)}: {error}"
-        ) from error
 
 
 def detect_layout(layouts: dict[str, TensorMap], reader: Reader) -> str:
@@ -205,13 +159,16 @@ def check(layout: TensorMap, shapes: dict[str, Shape]) -> None:
 
 
 def load[Model: nnx.Module](
-    abstract: Model, layout: TensorMap, reader: Reader, sharding: ShardingLike = None
+    abstract: Model,
+    layout: TensorMap,
+    reader: Reader,
+    sharding: ShardingLike = None,
+    loras: Loras | None = None,
 ) -> Model:
-    """An abstract model (`nnx.eval_shape`) with the parameters of a checkpoint.
+    """An abstract model (`nnx.eval_shape`) with the parameters of a checkpoint, LoRAs merged.
 
-    One tensor is in host memory at a time, of a parameter on a mesh only the parts of this process:
-    it is cast to the parameter's dtype and written into the device array of its stack, whose buffer
-    is donated.
+    Two tensors are in host memory at a time, of a parameter on a mesh only the parts of this
+    process. They are sent as the files have them, and cast and arranged on the device.
 
     Raises:
       CheckpointError: see `check`.
@@ -225,58 +182,48 @@ def load[Model: nnx.Module](
         variable = parameters.pop(entry.parameter)
         target = variable.get_value()
         place = sharding(entry.parameter, target.shape) if callable(sharding) else sharding
-
-        def tensor(layer: int, entry: Entry = entry, dtype: Any = target.dtype) -> np.ndarray:
-            arrays = [reader.read(name.format(layer)) for name in entry.names]
-            return np.ascontiguousarray(entry.load(*arrays), dtype)
-
-        if isinstance(place, NamedSharding):
-            variable.set_value(_in_parts(entry, reader, target, place))
-        elif entry.layers is None:
-            variable.set_value(jax.device_put(tensor(0), place))
-        else:
-            stack = jnp.zeros(target.shape, target.dtype, device=place)
-            update = _layer_update(stack.sharding)
-            for layer in range(entry.layers):
-                piece = jax.device_put(tensor(layer), place)
-                # Without the wait, pieces in flight would pile up in host memory.
-                stack = jax.block_until_ready(update(stack, piece, layer))
-            variable.set_value(stack)
+        variable.set_value(_parameter(entry, reader, target, place, loras))
     if parameters:
         raise AssertionError(f"the layout has no entry for {sorted(parameters)}")
     return nnx.merge(graphdef, state)
 
 
-@functools.cache
-def _layer_update(sharding: Sharding) -> Callable[[jax.Array, jax.Array, int], jax.Array]:
-    def update(stack: jax.Array, piece: jax.Array, layer: int) -> jax.Array:
-        return jax.lax.dynamic_update_index_in_dim(stack, piece, layer, 0)
+def _parameter(
+    entry: Entry, reader: Reader, target: Any, place: Sharding | None, loras: Loras | None
+) -> jax.Array:
+    stacked = entry.layers is not None
+    parameter = Parameter(target.shape, target.dtype, place, stacked=stacked)
+    for layer in range(entry.layers or 1):
+        numbers = [reader.read(name.format(layer)) for name in entry.names]
+        added = None if loras is None else loras.addend(entry.parameter, layer)
+        for start, values, factors in _pieces(entry, numbers, place):
+            of_piece = tuple(slice(i, i + n) for i, n in zip(start, values.shape, strict=True))
+            addend = None if added is None else added[of_piece]
+            parameter.write([layer, *start] if stacked else start, values, factors, addend)
+    return parameter.array()
 
-    return jax.jit(update, donate_argnums=0, out_shardings=sharding)
 
+def _pieces(
+    entry: Entry, numbers: list[quantised.Numbers], place: Sharding | None
+) -> Iterator[tuple[list[int], np.ndarray, np.ndarray | None]]:
+    """Where each piece of a parameter (of one layer) begins, its values and their factors.
 
-def _in_parts(entry: Entry, reader: Reader, target: Any, place: NamedSharding) -> jax.Array:
-    """A parameter on a mesh; this process reads and holds the parts of its own devices, a layer at
-    a time."""
-
-    def layer_of(layer: int, shape: Shape, place: NamedSharding) -> jax.Array:
-        tensors = [reader.mapped(name.format(layer)) for name in entry.names]
-
-        @functools.cache  # devices that hold the same part
-        def part(index: tuple[slice, ...]) -> np.ndarray:
-            return np.ascontiguousarray(entry.part(tensors, index), target.dtype)
-
-        return jax.make_array_from_callback(shape, place, part)
-
-    if entry.layers is None:
-        return layer_of(0, target.shape, place)
-    stack = jnp.zeros(target.shape, target.dtype, device=place)
-    update = _layer_update(place)
-    of_layer = NamedSharding(place.mesh, PartitionSpec(*place.spec[1:]))
-    for layer in range(entry.layers):
-        piece = layer_of(layer, target.shape[1:], of_layer)
-        stack = jax.block_until_ready(update(stack, piece, layer))
-    return stack
+    Each tensor is a piece where the layout lets it, and no device splits the axis of the tensors.
+    """
+    axis = entry.stacked
+    if axis is not None and isinstance(place, NamedSharding):
+        split = (*place.spec, *[None] * (axis + 2))[axis + (entry.layers is not None)]
+        axis = axis if split is None else None
+    if axis is None and len(numbers) > 1:
+        numbers = [quantised.Numbers(entry.load(*(each.multiplied() for each in numbers)))]
+        yield [0] * numbers[0].values.ndim, numbers[0].values, None
+        return
+    for index, each in enumerate(numbers):
+        values, factors = entry.load(each.values), each.factors
+        start = [0] * values.ndim
+        if axis is not None:
+            start[axis] = index
+        yield start, values, None if factors is None else entry.load(factors)
 
 
 def is_spread(model: nnx.Module) -> bool:
@@ -335,6 +282,9 @@ def _file_tensors(
 
 def _on_host(parameter: jax.Array, layer: int | None) -> np.ndarray:
     """A parameter, or one layer of it, wherever its parts are."""
+    if memory.waits(parameter) and parameter.is_fully_addressable:
+        whole = np.asarray(parameter)
+        return whole if layer is None else whole[layer]
     if parameter.is_fully_addressable:
         return np.asarray(parameter if layer is None else parameter[layer])
     assert isinstance(parameter.sharding, NamedSharding)

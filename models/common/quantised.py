@@ -12,25 +12,12 @@ Scales of activations and marks of the format are left out: the models compute i
 import dataclasses
 import json
 
-import jax.numpy as jnp
 import numpy as np
 
 from .tensor_map import Shape
 
-FP8 = {"F8_E4M3": np.dtype(jnp.float8_e4m3fn), "F8_E5M2": np.dtype(jnp.float8_e5m2)}
-"""Types by their names in safetensors, which does not read them into NumPy."""
-
-DTYPES = {
-    "F64": np.dtype(np.float64),
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(jnp.bfloat16),
-    "I8": np.dtype(np.int8),
-    **FP8,
-}
-"""Of tensors that hold a model's numbers, by their names in safetensors."""
-
 _PLAIN = ("F64", "F32", "F16", "BF16")
+_FP8 = ("F8_E4M3", "F8_E5M2")
 _SCALES = ("weight_scale", "scale_weight")
 _LEFT_OUT = ("input_scale", "scale_input")
 _NOTE = "comfy_quant"
@@ -75,7 +62,7 @@ def stored(shapes: dict[str, Shape], dtypes: dict[str, str]) -> dict[str, Stored
 def check(name: str, entry: Stored, shapes: dict[str, Shape], dtypes: dict[str, str]) -> str | None:
     """What keeps a tensor from being read as numbers, in one line, or None."""
     dtype, shape = dtypes[entry.tensor], shapes[entry.tensor]
-    if dtype not in (*_PLAIN, *FP8, "I8"):
+    if dtype not in (*_PLAIN, *_FP8, "I8"):
         return f"{name}: {dtype} is not supported"
     if entry.scale is None:
         if dtype == "I8":
@@ -105,7 +92,22 @@ def check_note(name: str, note: bytes) -> str | None:
     return f"{name}: {said} is not supported"
 
 
-def dequantised(tensor: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """float32: each row of the tensor times its scale, or all of it times the one scale."""
-    factors = np.asarray(scale, np.float32).reshape(-1, *[1] * (tensor.ndim - 1))
-    return tensor.astype(np.float32) * factors
+@dataclasses.dataclass(frozen=True)
+class Numbers:
+    """A tensor's numbers: `values`, times `scale`, one for all or one a row, where there is one."""
+
+    values: np.ndarray
+    scale: np.ndarray | None = None
+
+    @property
+    def factors(self) -> np.ndarray | None:
+        """The scale, repeated to the values' shape without being stored so; float32."""
+        if self.scale is None:
+            return None
+        factors = self.scale.astype(np.float32).reshape(-1, *[1] * (self.values.ndim - 1))
+        return np.broadcast_to(factors, self.values.shape)
+
+    def multiplied(self) -> np.ndarray:
+        """float32."""
+        values, factors = self.values.astype(np.float32), self.factors
+        return values if factors is None else values * factors

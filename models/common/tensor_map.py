@@ -35,16 +35,6 @@ class Entry:
     layers: int | None = None
     stacked: int | None = None
 
-    def part(self, tensors: Sequence[np.ndarray], index: tuple[slice, ...]) -> np.ndarray:
-        """A part of the parameter (of one layer) from tensors that may lie in a file: what is not
-        of the part is not looked at, unless the layout has to copy a tensor to reorder it."""
-        axis = self.stacked
-        if axis is None:
-            return self.load(*tensors)[index]
-        chosen = range(len(tensors))[index[axis]]
-        of_one = (*index[:axis], slice(None), *index[axis + 1 :])
-        return np.concatenate([self.load(tensors[i])[of_one] for i in chosen], axis)
-
     def tensors(self) -> Iterator[tuple[str, Shape]]:
         for layer in range(self.layers or 1):
             for name, shape in zip(self.names, self.shapes, strict=True):

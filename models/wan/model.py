@@ -142,7 +142,8 @@ class Wan(VideoTransformer):
         Args:
           path: the repository's folder, with `transformer` and `transformer_2` (diffusers) or
             `high_noise_model` and `low_noise_model` (original).
-          **options: as for `from_pretrained`.
+          **options: as for `from_pretrained`; `loras` are merged into both. For LoRAs of one, load
+            the experts from their own folders.
 
         Raises:
           FileNotFoundError: neither pair of folders.

@@ -111,6 +111,8 @@ def forbidden(*arguments, **options):
         (["end-to-end", "--seconds", "-1"], "--seconds: must be positive"),
         (["end-to-end", "--rounds", "two"], "--rounds: invalid int value"),
         (["end-to-end", "--compiler-option", "level"], "must be NAME=VALUE"),
+        (["memory", "--steps", "3"], "--steps: must be even, got 3"),
+        (["memory", "--layers", "0"], "--layers: must be positive"),
         (["preprocess", "--workloads", "wan"], "--workloads: invalid choice: 'wan'"),
         (["preprocess", "--schedules", "wan"], "--schedules: invalid choice: 'wan'"),
         (["preprocess", "--seconds", "0"], "--seconds: must be positive"),
@@ -148,7 +150,7 @@ def test_every_benchmark_reports_a_mistake_in_one_line(name, arguments, words, f
     assert words in lines[0]
 
 
-@pytest.mark.parametrize("name", ["attention", "end-to-end", "preprocess"])
+@pytest.mark.parametrize("name", ["attention", "end-to-end", "memory", "preprocess"])
 def test_without_the_gpu_it_is_one_line_on_stderr(name, capfd):
     code, lines = run(capfd, "bench", name)
     assert (code, len(lines)) == (2, 1)

@@ -159,6 +159,8 @@ def test_experts_of_different_precision_run_in_both_orders():
     for high, low in (
         (expert("int8"), expert("bf16")),
         (expert("bf16", dtype=jnp.bfloat16), expert("int8")),
+        # Each has a state of its own: they need not have the same number of clusters.
+        (expert("int8"), expert(vc_jax.AttentionConfig(clusters=7))),
     ):
         assert golden.relative_l2(sampled(high, low), exact) < 0.15
 
@@ -170,10 +172,6 @@ def test_an_expert_that_does_not_fit_is_named():
         sampled(
             expert(), nnx.eval_shape(lambda: LongCatVideo(LongCatVideoConfig(), rngs=nnx.Rngs(0)))
         )
-
-    other = vc_jax.AttentionConfig(clusters=7)
-    with pytest.raises(ValueError, match=r"^low_noise_model: its attention has another number"):
-        sampled(expert("int8"), expert(other))
 
 
 def test_empty_axes_are_named():
