@@ -27,14 +27,15 @@ def flat(array: Array, axes: int) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Slots:
-    """Which tokens the slots of a head's blocks hold, stand-ins for missing ones included.
+    """Which tokens the slots of a head's tiles hold, stand-ins for missing ones included.
 
     Attributes:
-      kind: layout of the tile.
+      kind: layout of a tile.
       shape: (S, K) of the tokens.
       order_ref, count_ref: the flat order or `None`, valid tokens of each batch row.
       place: batch row and head.
-      slots: int32 [128], which of a block's slots.
+      slots: int32 [unit], which of a tile's slots.
+      unit: slots of a tile: a block, or half of one.
     """
 
     tiles: Any
@@ -44,17 +45,19 @@ class Slots:
     count_ref: Any
     place: tuple[Any, Any]
     slots: Any
+    unit: int = BLOCK
 
-    def valid(self, block):
-        """Whether slots of a block hold valid tokens [128]."""
-        return block * BLOCK + self.slots < self.count_ref[self.place[0]]
+    def valid(self, tile):
+        """Whether slots of a tile hold valid tokens [unit]."""
+        return tile * self.unit + self.slots < self.count_ref[self.place[0]]
 
-    def rows(self, block):
-        """Rows of the block's tokens in [B·S·K, H], int32 [128]."""
+    def rows(self, tile):
+        """Rows of the tile's tokens in [B·S·K, H], int32 [unit]."""
         (length, heads), (batch, head) = self.shape, self.place
         count = self.count_ref[batch]
-        first_of_block, first_of_step = block * BLOCK, lax.div(block, jnp.int32(2)) * STEP
-        slot = first_of_block + self.slots
+        first = tile * self.unit
+        first_of_block, first_of_step = first & -BLOCK, first & -STEP
+        slot = first + self.slots
         stand_in = jnp.where(first_of_block < count, first_of_block, first_of_step)
         stand_in = jnp.where(stand_in < count, stand_in, 0)
         source = jnp.where(slot < count, slot, stand_in)
@@ -65,8 +68,8 @@ class Slots:
         source = jnp.minimum(jnp.maximum(source, 0), length - 1)
         return (batch * length + source) * heads + head
 
-    def over_blocks(self, first, share, body, start):
-        """`body(block, rows, carry)` of blocks in turn, the next one's rows looked up meanwhile."""
+    def over_tiles(self, first, share, body, start):
+        """`body(tile, rows, carry)` of tiles in turn, the next one's rows looked up meanwhile."""
 
         def step(index, carry):
             rows, carry = carry

@@ -295,26 +295,26 @@ class Tiles:
         store(ref, row, values)
 
     def put_value_codes(
-        self, ref, head, block, values: jax.Array, counts: jax.Array, length: int
+        self, ref, head, half, values: jax.Array, counts: jax.Array, length: int
     ) -> None:
-        """Store a block of values as E4M3 [R, H + 8, P] transposed, and its count rows.
+        """Store half a block of values as E4M3 [R, H + 8, P] transposed, and its count rows.
 
         Args:
           head: which of R.
-          block: which 128 of the `length` = P tokens.
-          values: float32 [128, H] within E4M3's range, in the order in which they are stored.
-          counts: float32 [128], 1 at valid tokens, else 0.
+          half: which 64 of the `length` = P tokens.
+          values: float32 [64, H] within E4M3's range, in the order in which they are stored.
+          counts: float32 [64], 1 at valid tokens, else 0.
         """
-        splat, tile = plgpu.Layout.WG_SPLAT((1,)), self._tile("block")
+        splat, tile = plgpu.Layout.WG_SPLAT((1,)), self._tile("half")
 
-        @inline(arg_types=(REF, splat, splat, tile, self._tokens("block")))
-        def store(ctx, ref, head, block, values, counts):
+        @inline(arg_types=(REF, splat, splat, tile, self._tokens("half")))
+        def store(ctx, ref, head, half, values, counts):
             del ctx
-            head, block = head.registers.item(), block.registers.item()
-            lanes, tokens = self.size // 32, self.size // 8
+            head, half = head.registers.item(), half.registers.item()
+            lanes, tokens = self.size // 32, self.size // 16
             always = ptx.integer(0)
             group = arith.divui(mem.lane(), ptx.integer(lanes))
-            column = arith.addi(mem.times(block, BLOCK), mem.times(group, tokens))
+            column = arith.addi(mem.times(half, BLOCK // 2), mem.times(group, tokens))
             rows = mem.address(mem.pointer(ref), head, (self.size + COUNT_ROWS) * length, column)
             first = mem.address(rows, self._first_channel(), length)
             for channel in range(8):
@@ -327,6 +327,7 @@ class Tiles:
             # Threads of the first eight columns of chunks have a count row each.
             chunk = arith.andi(mem.lane(), ptx.integer(lanes - 1))
             row = arith.addi(mem.times(mem.warp(), lanes), chunk)
+            block = arith.shrui(half, ptx.integer(1))
             other = arith.andi(arith.xori(row, block), ptx.integer(1))
             there = arith.select(_equal(other), _one(), ptx.constant(0.0))
             held = [ptx.multiply(ptx.element(x, 0), there) for x in counts.registers.flat]
@@ -335,7 +336,7 @@ class Tiles:
             mem.store_words(address, mine, _e4m3_words(held))
 
         one = functools.partial(jnp.full, (1,), dtype=jnp.int32)
-        store(ref, one(head), one(block), values, counts)
+        store(ref, one(head), one(half), values, counts)
 
     # --- products
 

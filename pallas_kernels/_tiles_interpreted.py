@@ -77,12 +77,12 @@ class InterpretedTiles:
         parts = codes.reshape(-1, self.size // 64, 8, 4, 2)  # `stored_channels`
         ref[_or_last(ref, row)] = parts.transpose(0, 1, 3, 2, 4).reshape(codes.shape)
 
-    def put_value_codes(self, ref, head, block, values, counts, length: int) -> None:
+    def put_value_codes(self, ref, head, half, values, counts, length: int) -> None:
         del length
         codes = jnp.clip(values, -448.0, 448.0).astype(ref.dtype)
         row = jnp.arange(COUNT_ROWS)[:, None]
-        count = jnp.where((row & 1) == (block & 1), counts[None], 0.0).astype(ref.dtype)
-        columns = block * BLOCK + jnp.arange(BLOCK)
+        count = jnp.where((row & 1) == ((half >> 1) & 1), counts[None], 0.0).astype(ref.dtype)
+        columns = half * (BLOCK // 2) + jnp.arange(BLOCK // 2)
         channel = jnp.arange(self.size + COUNT_ROWS)[:, None]
         ref[head, channel, columns[None]] = jnp.concatenate([codes.T, count])
 

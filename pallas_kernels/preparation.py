@@ -31,7 +31,7 @@ from ._numbers import (
     power_of_two_at_least,
     round_up_11_bits,
 )
-from ._slots import Slots, flat, tiles_of_program
+from ._slots import SHARE, Slots, flat, tiles_of_program
 from ._tiles import loaded_channels, stored_channels
 from .layout import BLOCK, COUNT_ROWS, E4M3, E4M3_NORM, LARGEST_UNIT, STEP, TINY
 from .statistics import ValueStatistics
@@ -40,6 +40,8 @@ HEAD_DIMS = (64, 128)
 TOKEN_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _TILE = 64
 """Queries of a tile."""
+_HALF = BLOCK // 2
+"""Values of a tile: a program with a block of them holds twice as many registers."""
 
 
 def unsupported(head_dim: int, *token_arrays: jax.ShapeDtypeStruct | Array) -> str | None:
@@ -290,7 +292,7 @@ def _key_body(tiles, program, key_ref, count_ref, *refs, shape, share, has, rota
         if share == 1:
             back = (lax.rem(begin, jnp.int32(2)) == 1) & (begin * BLOCK >= count)
             begin, number = begin - back.astype(jnp.int32), 1 + back.astype(jnp.int32)
-        held.over_blocks(begin, number, quantise, jnp.float32(0))
+        held.over_tiles(begin, number, quantise, jnp.float32(0))
 
     own = by_head if has.balance else 0
     tiles.with_row(lambda kept: tiles.with_matrix(matrix_ref, own, lambda m: through(m, kept)))
@@ -364,29 +366,31 @@ def _value_body(tiles, program, value_ref, count_ref, scale_ref, mean_ref, *refs
     order_ref = refs.pop(0) if ordered else None
     codes_ref = refs.pop(0)
     # Tokens are read in the order in which a group of 16 is stored.
-    place = tiles.index(BLOCK, "block")
+    place = tiles.index(_HALF, "half")
     slots = (place & ~14) | ((place & 2) << 2) | ((place & 12) >> 1)
-    held = Slots(tiles, "block", (length, heads), order_ref, count_ref, (batch, head), slots)
+    tokens, place = (length, heads), (batch, head)
+    held = Slots(tiles, "half", tokens, order_ref, count_ref, place, slots, _HALF)
     by_head = batch * heads + head
-    inverse = 1.0 / tiles.channels(scale_ref, by_head, "block")
+    inverse = 1.0 / tiles.channels(scale_ref, by_head, "half")
 
-    def quantise(block, row, carry):
-        valid = held.valid(block)
-        rows = tiles.rows(value_ref, jnp.where(valid, row, -1), "block").astype(jnp.float32)
+    def quantise(half, row, carry):
+        valid = held.valid(half)
+        rows = tiles.rows(value_ref, jnp.where(valid, row, -1), "half").astype(jnp.float32)
         there = jnp.where(valid, 1.0, 0.0)
-        own = by_head * blocks + block if smooth else by_head
-        taken = tiles.channels(mean_ref, own, "block") * inverse
+        own = by_head * blocks + lax.div(half, jnp.int32(2)) if smooth else by_head
+        taken = tiles.channels(mean_ref, own, "half") * inverse
         if smooth:
+            # Both halves of a block write the same.
             tiles.put_channels(refs[0], own, taken)
-        taken = tiles.over_channels(taken, BLOCK, "block")
-        rows = rows * tiles.over_channels(inverse, BLOCK, "block")
-        rows = rows - tiles.over_tokens(there, "block") * taken
-        tiles.put_value_codes(codes_ref, by_head, block, rows, there, blocks * BLOCK)
+        taken = tiles.over_channels(taken, _HALF, "half")
+        rows = rows * tiles.over_channels(inverse, _HALF, "half")
+        rows = rows - tiles.over_tokens(there, "half") * taken
+        tiles.put_value_codes(codes_ref, by_head, half, rows, there, blocks * BLOCK)
         return carry
 
-    # Programs of the last blocks may do one of them twice.
-    first = jnp.minimum(first * share, max(blocks - share, 0))
-    held.over_blocks(first, share, quantise, jnp.int32(0))
+    # Programs of the last halves may do one of them twice.
+    first = jnp.minimum(first * share, max(2 * blocks - share, 0))
+    held.over_tiles(first, share, quantise, jnp.int32(0))
 
 
 class ValueCodes(NamedTuple):
@@ -438,7 +442,7 @@ def _value_result(value, found) -> ValueCodes:
 def _value_role(value, count, order, of_values: ValueStatistics) -> Role:
     batch, length, heads, size = value.shape
     blocks = pl.cdiv(length, STEP) * 2
-    share = tiles_of_program(blocks, batch * heads)
+    share = tiles_of_program(2 * blocks, batch * heads, 2 * SHARE)
     smooth = of_values.means is not None
     if of_values.means is not None:
         means = flat(of_values.means, 3)
@@ -455,7 +459,7 @@ def _value_role(value, count, order, of_values: ValueStatistics) -> Role:
         results.append(jax.ShapeDtypeStruct((batch * heads * blocks, size), jnp.bfloat16))
     return Role(
         functools.partial(_value_body, shape=shape, share=share),
-        (batch, heads, pl.cdiv(blocks, share)),
+        (batch, heads, pl.cdiv(2 * blocks, share)),
         arguments,
         results,
         size,

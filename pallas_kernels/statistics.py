@@ -155,7 +155,7 @@ def _value_statistics_body(tiles, program, value_ref, count_ref, *refs, shape, s
         return jnp.maximum(largest, tiles.largest(residual, 0))
 
     largest = tiles.zeros((tiles.size,), jnp.float32, "block")
-    largest = held.over_blocks(first * share, share, look, largest)
+    largest = held.over_tiles(first * share, share, look, largest)
     tiles.put_channels(largest_ref, by_head * chunks + first, largest)
 
 
