@@ -21,6 +21,7 @@ import dataclasses
 import functools
 import json
 import math
+import numbers
 import operator
 import re
 from collections import defaultdict
@@ -34,7 +35,7 @@ from .tensor_files import DTYPES, TensorFile
 from .tensor_map import Entry, Shape, TensorMap
 
 LoraLike = str | Path | tuple[str | Path, float]
-"""A LoRA's file, or the file and its strength."""
+"""A LoRA's file, or the file and its strength (a list of the two, as of JSON, is taken too)."""
 
 _ROLES = (
     (re.compile(r"\.lora[._](?:A|down)(?:\.\w+)?\.weight$"), "down"),
@@ -121,8 +122,8 @@ def _pairs(loras: Sequence[LoraLike]) -> Iterator[tuple[Path, float]]:
     if isinstance(loras, str | Path) or not isinstance(loras, Sequence):
         raise TypeError(f"loras: expected a list of paths or (path, strength) pairs, got {loras!r}")
     for each in loras:
-        path, strength = each if isinstance(each, tuple) and len(each) == 2 else (each, 1.0)
-        number = isinstance(strength, int | float) and not isinstance(strength, bool)
+        path, strength = each if isinstance(each, tuple | list) and len(each) == 2 else (each, 1.0)
+        number = isinstance(strength, numbers.Real) and not isinstance(strength, bool)
         if not isinstance(path, str | Path) or not number:
             raise TypeError(f"loras: expected a path or a (path, strength) pair, got {each!r}")
         if not math.isfinite(strength):
@@ -136,6 +137,8 @@ def _modules(
     """The layout that most of the keys belong to; by its modules, the keys by their roles."""
     tables = {name: _module_names(layout) for name, layout in layouts.items()}
     parsed = {key: _parsed(key) for key in file.shapes}
+    if not parsed:
+        raise LoraError(file.path, ["it has no tensors"])
 
     def matches(name: str) -> int:
         return sum(module in tables[name] for module, _ in filter(None, parsed.values()))
@@ -256,6 +259,9 @@ def _of_module(
         or any(len(up) < 2 or up[1] * len(ups) != down[0] for up in of_ups)
     ):
         raise ValueError(f"ranks differ: {of_ups} and {down}")
+    for role in {"alpha", "alpha_scale"} & keys.keys():
+        if math.prod(file.shapes[keys[role]]) != 1:
+            raise ValueError(f"{role}: expected a number, got shape {file.shapes[keys[role]]}")
     rank, scale = of_ups[0][1], 1.0
     if "alpha_scale" in keys:
         scale = float(read("alpha_scale").item())

@@ -266,6 +266,10 @@ PAIR = {"lora_A.weight": (RANK, 6), "lora_B.weight": (8, RANK)}
         ({f"{FFN}.lora_A.weight": (RANK, 6)}, r"proj\.lora_A\.weight: a half of a pair"),
         ({f"{FFN}.lora_up.weight": (8, RANK)}, r"proj\.lora_up\.weight: a half of a pair"),
         ({f"{FFN}.alpha": ()}, r"alpha without its matrices"),
+        (
+            {f"{FFN}.{end}": shape for end, shape in (PAIR | {"alpha": (3,)}).items()},
+            r"alpha: expected a number, got shape \(3,\)",
+        ),
         ({f"{FFN}.lora_A.weight": (2, 6), f"{FFN}.lora_B.weight": (8, 3)}, "ranks differ"),
         ({f"{FFN}.lora_A.weight": (3, 5), f"{FFN}.lora_B.weight": (8, 3)}, r"expected \(8, 6\)"),
         ({f"{FFN}.diff_b": (6,)}, r"diff_b: expected \(8,\), got \(6,\)"),
@@ -299,6 +303,9 @@ def test_all_problems_come_in_one_error(wan, tmp_path):
         ("lora.safetensors", TypeError, "expected a list"),
         ([("lora.safetensors",)], TypeError, "expected a path or a"),
         ([("lora.safetensors", "1")], TypeError, "expected a path or a"),
+        ([("lora.safetensors", True)], TypeError, "expected a path or a"),
+        # A pair from JSON, and a strength of NumPy: only the file is missing.
+        ([["absent.safetensors", np.float32(0.5)]], FileNotFoundError, "no file absent"),
         ([("lora.safetensors", float("nan"))], ValueError, "finite strength"),
         (["absent.safetensors"], FileNotFoundError, "no file absent"),
     ],
@@ -306,6 +313,11 @@ def test_all_problems_come_in_one_error(wan, tmp_path):
 def test_what_is_no_lora_is_refused(loras, error, words, wan):
     with pytest.raises(error, match=words):
         Wan.from_pretrained(wan, config=WAN, loras=loras)
+
+
+def test_a_file_without_tensors_is_refused(wan, tmp_path):
+    with pytest.raises(LoraError, match="it has no tensors"):
+        load(wan, saved({}, tmp_path / "lora.safetensors"))
 
 
 def test_a_file_that_is_none_is_refused(wan, tmp_path):
