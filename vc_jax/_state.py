@@ -181,10 +181,12 @@ def attention_step(
     return result, new
 
 
-def step_of(step: Array | int, layer: Array | int | None, state: AttentionState) -> Int[Array, ""]:
-    """The step as an array; -1, which gives NaN, where a traced layer is not one of the state's."""
+def step_of(
+    step: Int[Array, ""], layer: Array | int | None, state: AttentionState
+) -> Int[Array, ""]:
+    """The step; -1, which gives NaN, where a traced layer is not one of the state's."""
     if layer is None:
-        return jnp.asarray(step)
+        return step
     there = (layer >= 0) & (layer < state.made.shape[0])
     return jnp.where(there, step, -1)
 
