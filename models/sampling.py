@@ -256,7 +256,7 @@ def _check_batch(latents: Latents, negative: dict[str, Any] | None, mesh: ModelM
 
 
 def _check_low_noise_model(expert: VideoTransformer, model: VideoTransformer) -> None:
-    """The experts share latents, conditioning, state and masks over layers."""
+    """The experts share latents, conditioning and masks over layers."""
     if type(expert) is not type(model):
         raise TypeError(
             f"low_noise_model: expected a {type(model).__name__}, got {type(expert).__name__}"

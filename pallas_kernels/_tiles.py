@@ -329,7 +329,7 @@ class Tiles:
             row = arith.addi(mem.times(mem.warp(), lanes), chunk)
             block = arith.shrui(half, ptx.integer(1))
             other = arith.andi(arith.xori(row, block), ptx.integer(1))
-            there = arith.select(_equal(other), _one(), ptx.constant(0.0))
+            there = arith.select(_equal(other), ptx.constant(1.0), ptx.constant(0.0))
             held = [ptx.multiply(ptx.element(x, 0), there) for x in counts.registers.flat]
             mine = arith.subi(ptx.integer(COUNT_ROWS - 1), row)
             address = mem.address(rows, arith.addi(row, ptx.integer(self.size)), length)
@@ -388,10 +388,6 @@ class Tiles:
             plgpu.ACC.init(start)
         )
         return out
-
-
-def _one() -> ir.Value:
-    return ptx.constant(1.0)
 
 
 def _equal(value: ir.Value) -> ir.Value:

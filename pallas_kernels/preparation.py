@@ -3,7 +3,8 @@
 Kernels for Hopper GPUs, which produce the arrays of the prepared layout (`layout.Prepared8`) from
 what `statistics` found out about all tokens.
 
-Each program looks at one head and tiles of 64 queries or blocks of 128 keys or values (`_tiles`).
+Each program looks at one head and tiles of 64 queries or blocks of 128 keys (`_tiles`); those for
+values are in `_value_codes`.
 Rotation and balance are one product on the tensor core with the Hadamard matrix of +1 and -1, times
 a power of two per channel; its products are exact, its factor is applied in float32.
 """
@@ -17,7 +18,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Float8e4m3fn, Int, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 from ._launch import Role, launch
 from ._numbers import (
@@ -31,17 +32,16 @@ from ._numbers import (
     power_of_two_at_least,
     round_up_11_bits,
 )
-from ._slots import SHARE, Slots, flat, tiles_of_program
+from ._slots import Slots, flat, tiles_of_program
 from ._tiles import loaded_channels, stored_channels
-from .layout import BLOCK, COUNT_ROWS, E4M3, E4M3_NORM, LARGEST_UNIT, STEP, TINY
+from ._value_codes import ValueCodes, value_result, value_role
+from .layout import BLOCK, E4M3_NORM, LARGEST_UNIT, STEP, TINY
 from .statistics import ValueStatistics
 
 HEAD_DIMS = (64, 128)
 TOKEN_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _TILE = 64
 """Queries of a tile."""
-_HALF = BLOCK // 2
-"""Values of a tile: a program with a block of them holds twice as many registers."""
 
 
 def unsupported(head_dim: int, *token_arrays: jax.ShapeDtypeStruct | Array) -> str | None:
@@ -360,51 +360,6 @@ def _key_role(key, count, order, mean, balance, *, rotate: bool, code_dtype) -> 
 # --- values
 
 
-def _value_body(tiles, program, value_ref, count_ref, scale_ref, mean_ref, *refs, shape, share):
-    refs = list(refs)
-    (length, heads, blocks, ordered, smooth), (batch, head, first) = shape, program
-    order_ref = refs.pop(0) if ordered else None
-    codes_ref = refs.pop(0)
-    # Tokens are read in the order in which a group of 16 is stored.
-    place = tiles.index(_HALF, "half")
-    slots = (place & ~14) | ((place & 2) << 2) | ((place & 12) >> 1)
-    tokens, place = (length, heads), (batch, head)
-    held = Slots(tiles, "half", tokens, order_ref, count_ref, place, slots, _HALF)
-    by_head = batch * heads + head
-    inverse = 1.0 / tiles.channels(scale_ref, by_head, "half")
-
-    def quantise(half, row, carry):
-        valid = held.valid(half)
-        rows = tiles.rows(value_ref, jnp.where(valid, row, -1), "half").astype(jnp.float32)
-        there = jnp.where(valid, 1.0, 0.0)
-        own = by_head * blocks + lax.div(half, jnp.int32(2)) if smooth else by_head
-        taken = tiles.channels(mean_ref, own, "half") * inverse
-        if smooth:
-            # Both halves of a block write the same.
-            tiles.put_channels(refs[0], own, taken)
-        taken = tiles.over_channels(taken, _HALF, "half")
-        rows = rows * tiles.over_channels(inverse, _HALF, "half")
-        rows = rows - tiles.over_tokens(there, "half") * taken
-        tiles.put_value_codes(codes_ref, by_head, half, rows, there, blocks * BLOCK)
-        return carry
-
-    # Programs of the last halves may do one of them twice.
-    first = jnp.minimum(first * share, max(2 * blocks - share, 0))
-    held.over_tiles(first, share, quantise, jnp.int32(0))
-
-
-class ValueCodes(NamedTuple):
-    """Values in the prepared layout.
-
-    Attributes:
-      codes: transposed, over count rows.
-      block_means: bfloat16 [B, K, n, H] in units of the scale; `None` if all values have one mean.
-    """
-
-    codes: Float8e4m3fn[Array, "b k h+8 p"]
-    block_means: Float[Array, "b k j h"] | None
-
-
 def quantize_values(
     value: Float[Array, "b s k h"],
     count: Int[Array, " b"],
@@ -414,9 +369,9 @@ def quantize_values(
     interpret: bool = False,
 ) -> ValueCodes:
     """Values in their order, less a mean, as codes."""
-    role = _value_role(value, count, order, of_values)
+    role = value_role(value, count, order, of_values)
     (found,) = launch([role], interpret=interpret)
-    return _value_result(value, found)
+    return value_result(value, found)
 
 
 def quantize_queries_and_values(
@@ -427,40 +382,6 @@ def quantize_queries_and_values(
     **formats: Any,
 ) -> tuple[QueryCodes, ValueCodes]:
     """`quantize_queries` and `quantize_values`, of their arguments in order, in one launch."""
-    roles = [_query_role(*queries, **formats), _value_role(*values)]
+    roles = [_query_role(*queries, **formats), value_role(*values)]
     of_queries, of_values = launch(roles, interpret=interpret)
-    return _query_result(*queries[:2], of_queries), _value_result(values[0], of_values)
-
-
-def _value_result(value, found) -> ValueCodes:
-    lead = (value.shape[0], value.shape[2])
-    codes, *means = found
-    codes = codes.reshape(*lead, *codes.shape[1:])
-    return ValueCodes(codes, means[0].reshape(*lead, -1, value.shape[3]) if means else None)
-
-
-def _value_role(value, count, order, of_values: ValueStatistics) -> Role:
-    batch, length, heads, size = value.shape
-    blocks = pl.cdiv(length, STEP) * 2
-    share = tiles_of_program(2 * blocks, batch * heads, 2 * SHARE)
-    smooth = of_values.means is not None
-    if of_values.means is not None:
-        means = flat(of_values.means, 3)
-    else:
-        assert of_values.mean is not None
-        means = flat(of_values.mean, 2)
-    arguments = [flat(value, 3), count, flat(of_values.scale, 2), means]
-    if order is not None:
-        arguments.append(flat(order, 3))
-    shape = (length, heads, blocks, order is not None, smooth)
-    codes = (batch * heads, size + COUNT_ROWS, blocks * BLOCK)
-    results = [jax.ShapeDtypeStruct(codes, E4M3)]
-    if smooth:
-        results.append(jax.ShapeDtypeStruct((batch * heads * blocks, size), jnp.bfloat16))
-    return Role(
-        functools.partial(_value_body, shape=shape, share=share),
-        (batch, heads, pl.cdiv(2 * blocks, share)),
-        arguments,
-        results,
-        size,
-    )
+    return _query_result(*queries[:2], of_queries), value_result(values[0], of_values)
